@@ -1,0 +1,138 @@
+"""Configuration is frozen, validated where it is made, and passed as an argument: no global, no environment variable."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+MODELS_DIR = PROJECT_DIR / "models"  # prepared stores live here, one directory each
+DEFAULT_MODEL = "default"
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class Mode(str, Enum):
+    """Who foresees the experts; see the README's table."""
+
+    ON_DEMAND = "on-demand"
+
+
+PREFETCH = ("none", "gate")
+RESIDENT = ("native", "int4")
+EXPERT_FORMATS = ("bf16", "int8", "int4")
+
+
+def parse_size(text: str | int, whole: int | None = None, name: str = "size") -> int:
+    """Bytes of `64MiB`, `1.5GiB`, `800MB`, `25%` (of `whole`, in bytes) or a plain number of bytes.
+
+    Raises ConfigError when `text` is none of these, is negative, or is a percentage where `whole` is unknown.
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%|[A-Za-z]*)\s*", text)
+        if match is None or (match[2] != "%" and match[2].upper() not in _UNITS):
+            raise ConfigError(f"{name} '{text}' is not a size: write 64MiB, 1.5GiB or 25%")
+        if match[2] == "%":
+            if whole is None:
+                raise ConfigError(f"{name} '{text}': a percentage has no meaning here, write 64MiB or 1.5GiB")
+            size = int(float(match[1]) / 100 * whole)
+        else:
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 0:
+        raise ConfigError(f"{name} '{text}' is negative")
+    return size
+
+
+def format_size(size: int | float) -> str:
+    """`size` bytes for people, in binary units with three significant digits: `64.0 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}" if size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is loaded.
+
+    model: `default`, the name of a store under `models/`, or the path of a store directory.
+    expert_memory: bytes for expert slots: `64MiB`, `1.5GiB`, `25%` of the experts' bytes, or `auto` (what the plan
+        finds free, at most all experts).
+    context: the longest prompt + reply, in tokens, that the plan reserves KV memory for.
+    prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand. Both give the same tokens.
+    resident: `native` keeps non-expert weights in the checkpoint's dtype, `int4` quantises the large linears.
+    device: `auto`, `cpu` or `cuda`.
+    page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
+        plentiful, but then the memory shown is not all the memory used.
+    read_threads: concurrent reads of the store.
+    """
+
+    model: str = DEFAULT_MODEL
+    expert_memory: str | int = "auto"
+    context: int = 4096
+    mode: Mode = Mode.ON_DEMAND
+    prefetch: str = "gate"
+    resident: str = "native"
+    device: str = "auto"
+    page_cache: bool = False
+    read_threads: int = 4
+
+    def __post_init__(self) -> None:
+        _one_of("prefetch", self.prefetch, PREFETCH)
+        _one_of("resident", self.resident, RESIDENT)
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _at_least("context", self.context, 16)
+        _at_least("read threads", self.read_threads, 1)
+        if not isinstance(self.mode, Mode):
+            raise ConfigError(f"mode '{self.mode}' is unknown: choose from {', '.join(m.value for m in Mode)}")
+        if self.expert_memory != "auto":
+            parse_size(self.expert_memory, whole=1, name="expert memory")
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How tokens are chosen and when to stop. `temperature == 0` is greedy decoding.
+
+    top_k, top_p, min_p: filters after temperature; 0, 1.0 and 0.0 switch them off.
+    stop: strings that end the reply and are not part of it.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least("max tokens", self.max_tokens, 1)
+        _at_least("temperature", self.temperature, 0)
+        _at_least("top k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top p {self.top_p} is outside (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min p {self.min_p} is outside [0, 1]")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"repetition penalty {self.repetition_penalty} must be above 0; 1 switches it off")
+        if any(not text for text in self.stop):
+            raise ConfigError("a stop string is empty: it would end every reply at once")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} '{value}' is unknown: choose from {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ConfigError(f"{name} {value} is too small: at least {least}")

@@ -1,0 +1,1 @@
+"""Which experts come next and when: forecasters read the model and ask a tier for the future."""

@@ -1,0 +1,46 @@
+"""Gate look-ahead asks the next layer's own router about this layer's MoE input: a forecast only, it never changes routing.
+
+The residual stream changes little from one layer to the next, so most of the next layer's experts are named a layer early
+and their reads run behind this layer's computation (Eliseev and Mazur, "Fast inference of MoE language models with
+offloading", 2023, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.router import RouterSeam
+from engine.residency.tier import Tier
+
+
+class DemandForecast:
+    """No forecast: as soon as a layer's routing is known its reads begin, before the block gets to its experts."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
+    def keys(self, layer: int, ids: torch.Tensor) -> list[int]:
+        """Tier keys of the distinct experts in `ids` [n, k], ascending."""
+        base, experts = layer * self.tier.experts, self.tier.experts
+        return [base + i for i in sorted(set(ids.flatten().tolist())) if i < experts]
+
+    def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
+        self.tier.begin(self.keys(layer, ids))
+
+
+class GateLookahead(DemandForecast):
+    """Also prefetches for the next layer. `seams` are the router seams in layer order."""
+
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier)
+        self.seams: list[RouterSeam] = []
+
+    def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
+        super().on_routed(layer, moe_input, ids)
+        if layer + 1 == len(self.seams):
+            return
+        following = self.seams[layer + 1]
+        if not all(isinstance(a, torch.Tensor) and a.numel() == self.tier.experts for a in following.extra):
+            return  # the next router needs more than this layer can know, such as token ids
+        forecast = following.inner(moe_input, *following.extra)[2]
+        self.tier.prefetch(self.keys(layer + 1, forecast), deadline=self.tier.clock + 2)

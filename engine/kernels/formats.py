@@ -1,0 +1,102 @@
+"""A weight matrix is encoded into named tensors by its format, and a format multiplies what it encoded.
+
+| format | tensors of W [N, K] | meaning |
+|---|---|---|
+| bf16 | `` [N, K] bf16 | W rounded |
+| int8 | `.q` [N, K] int8, `.scale` [N] bf16 | W ~ q * scale, symmetric, one scale a row |
+| int4 | `.q` [N, K / 2] uint8, `.sz` [K / G, N, 2] bf16 | see `int4.py` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from engine.kernels import int4
+
+# Rows from which a bf16 product is computed in fp32 on processors without bf16 arithmetic: converting the matrix once
+# costs about as much as one emulated bf16 product of this many rows (measured on AVX-512 without the bf16 extension).
+_FP32_ROWS = 8
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """Format of one matrix. kind: `bf16`, `int8` or `int4`; shape: [N, K] = (out, in); group and packing: int4 only."""
+
+    kind: str
+    shape: tuple[int, int]
+    group: int = 0
+    packing: str = ""
+
+    @staticmethod
+    def choose(kind: str, shape: tuple[int, int], packing: str) -> MatrixFormat:
+        """The format for a matrix of this shape, in the given machine packing where its shape allows."""
+        if kind != "int4":
+            return MatrixFormat(kind, shape)
+        if shape[1] % 2:
+            raise ValueError(f"int4 needs an even number of input features, got {shape[1]}")
+        group = int4.choose_group(shape[1])
+        return MatrixFormat(kind, shape, group, int4.choose_packing(shape, group, packing))
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Suffix -> (dtype, shape) of what `encode` returns."""
+        rows, columns = self.shape
+        if self.kind == "bf16":
+            return {"": (torch.bfloat16, (rows, columns))}
+        if self.kind == "int8":
+            return {".q": (torch.int8, (rows, columns)), ".scale": (torch.bfloat16, (rows,))}
+        return {".q": (torch.uint8, (rows, columns // 2)), ".sz": (torch.bfloat16, (columns // self.group, rows, 2))}
+
+    def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """W [N, K], any float dtype -> the tensors of this format by suffix."""
+        if self.kind == "bf16":
+            return {"": weight.to(torch.bfloat16)}
+        if self.kind == "int8":
+            scale = (weight.float().abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
+            q = (weight.float() / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            return {".q": q, ".scale": scale}
+        q, scales_and_zeros = int4.quantise(weight, self.group)
+        return {".q": int4.pack(q, self.packing), ".sz": scales_and_zeros}
+
+    def decode(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The matrix [N, K] fp32 that the encoded tensors stand for."""
+        if self.kind == "bf16":
+            return tensors[""].float()
+        if self.kind == "int8":
+            return tensors[".q"].float() * tensors[".scale"].float()[:, None]
+        return int4.dequantise(tensors[".q"], tensors[".sz"], self.packing)
+
+    def matmul(self, device: torch.device) -> Callable[..., torch.Tensor]:
+        """The function (x [n, K], *encoded tensors in the order of `tensors()`) -> x W^T [n, N], in x.dtype."""
+        if self.kind == "bf16":
+            return _bf16_emulated if device.type == "cpu" and not _cpu_has_bf16() else _bf16
+        if self.kind == "int8":
+            return _int8_packed if device.type == "cpu" else _int8
+        return lambda x, q, sz, packing=self.packing: int4.matmul(x, q, sz, packing)
+
+
+def _cpu_has_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return linear(x, weight) if x.dtype == torch.bfloat16 else linear(x, weight.to(x.dtype))
+
+
+def _bf16_emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.bfloat16 and x.shape[0] < _FP32_ROWS:
+        return linear(x, weight)
+    return linear(x.float(), weight.float()).to(x.dtype)
+
+
+def _int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+
+
+def _int8_packed(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] < _FP32_ROWS:
+        return torch.ops.aten._weight_int8pack_mm(x.to(torch.bfloat16), q, scale).to(x.dtype)
+    return (linear(x.float(), q.float()) * scale.float()).to(x.dtype)

@@ -1,0 +1,114 @@
+"""A 4-bit matrix is nibbles in a named packing plus bf16 (scale, zero) pairs; every packing unpacks to the same nibbles.
+
+A weight W [N, K] is quantised in groups of G along K: W ~ (q - 8) * scale + zero with q in 0..15. `scales_and_zeros` is
+[K / G, N, 2] bf16. Packings of q [N, K] into uint8 [N, K / 2]:
+
+- `plain`: row-major, two neighbours along K a byte, the even one low. Any shape, any device.
+- `avx512`, `avx2`: what torch's `_weight_int4pack_mm_for_cpu` reads on a processor with that capability (PyTorch,
+  aten/src/ATen/native/cpu/int4mm_kernel.cpp). Rows in blocks of 64 or 32; needs N % 16 == 0 and G in 32, 64, 128, 256.
+
+The processor-dependent packings are computed here, not asked of torch, so that a store written on one machine can be
+repacked on another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GROUP_SIZES = (64, 32, 16, 8, 4, 2)
+_CPU_BLOCK = {"avx512": 64, "avx2": 32}
+
+
+def native_packing() -> str:
+    """The packing this machine's CPU kernel reads, or `plain` where torch has none."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return capability if capability in _CPU_BLOCK else "plain"
+
+
+def choose_group(in_features: int) -> int:
+    """The largest supported group that divides `in_features`; the whole row when none does."""
+    return next((g for g in GROUP_SIZES if in_features % g == 0), in_features)
+
+
+def choose_packing(shape: tuple[int, int], group: int, packing: str) -> str:
+    """`packing` where the CPU kernel can multiply a matrix of this [N, K] shape, else `plain`."""
+    return packing if shape[0] % 16 == 0 and group in (32, 64, 128, 256) else "plain"
+
+
+def _blocks(rows: int, packing: str) -> list[tuple[int, int, list[int], list[int]]]:
+    """(first row, rows, low-nibble rows, high-nibble rows) of each row block of a CPU packing."""
+    size = _CPU_BLOCK[packing]
+    result = []
+    for first in range(0, rows, size):
+        n = min(size, rows - first)
+        if n == size and packing == "avx512":  # bytes 0..15 hold rows d and d+32, bytes 16..31 rows d+16 and d+48
+            low = [*range(0, 16), *range(16, 32)]
+            high = [*range(32, 48), *range(48, 64)]
+        elif n == size:  # avx2: byte d holds rows d and d+16
+            low, high = [*range(0, 16)], [*range(16, 32)]
+        else:  # a short last block pairs neighbouring rows
+            low, high = [*range(0, n, 2)], [*range(1, n, 2)]
+        result.append((first, n, low, high))
+    return result
+
+
+def pack(q: torch.Tensor, packing: str) -> torch.Tensor:
+    """q [N, K] uint8 with values 0..15 -> uint8 [N, K / 2] in `packing`."""
+    rows, columns = q.shape
+    if packing == "plain":
+        return q[:, 0::2] | (q[:, 1::2] << 4)
+    parts = []
+    for first, n, low, high in _blocks(rows, packing):
+        block = q[first : first + n]
+        parts.append((block[low] | (block[high] << 4)).t().reshape(-1))  # [K, n / 2], a column of the block at a time
+    return torch.cat(parts).view(rows, columns // 2)
+
+
+def unpack(packed: torch.Tensor, packing: str) -> torch.Tensor:
+    """Inverse of `pack`: uint8 [N, K / 2] -> q [N, K] uint8."""
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    if packing == "plain":
+        return torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, columns)
+    q = torch.empty(rows, columns, dtype=torch.uint8, device=packed.device)
+    flat = packed.reshape(-1)
+    for first, n, low, high in _blocks(rows, packing):
+        block = flat[first * columns // 2 : (first + n) * columns // 2].view(columns, n // 2).t()
+        target = q[first : first + n]
+        target[low] = block & 15
+        target[high] = block >> 4
+    return q
+
+
+def dequantise(packed: torch.Tensor, scales_and_zeros: torch.Tensor, packing: str) -> torch.Tensor:
+    """The matrix W [N, K] fp32 that `packed` and `scales_and_zeros` stand for."""
+    q = unpack(packed, packing)
+    rows, columns = q.shape
+    groups = scales_and_zeros.shape[0]
+    scale, zero = scales_and_zeros.float().permute(1, 0, 2).unsqueeze(2).unbind(-1)  # [N, groups, 1] each
+    return ((q.view(rows, groups, columns // groups).float() - 8) * scale + zero).view(rows, columns)
+
+
+def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """W [N, K] -> (q [N, K] uint8, scales_and_zeros [K / group, N, 2] bf16), fitted by hqq's half-quadratic solver."""
+    from hqq.core.quantize import Quantizer  # heavy to import, needed only when quantising
+
+    rows, columns = weight.shape
+    q, meta = Quantizer.quantize(
+        weight.float(), nbits=4, group_size=group, axis=1, optimize=True, bitpack=False, device=str(weight.device)
+    )
+    scale, offset = meta["scale"].float(), meta["zero"].float()  # W ~ (q - offset) * scale, one row a group
+    zero = (8 - offset) * scale
+    scales_and_zeros = torch.cat((scale, zero), dim=1).view(rows, columns // group, 2).permute(1, 0, 2)
+    return q.view(rows, columns).to(torch.uint8), scales_and_zeros.to(torch.bfloat16).contiguous()
+
+
+def matmul(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, packing: str) -> torch.Tensor:
+    """x [n, K] times W^T for a packed W [N, K] -> [n, N] in x.dtype.
+
+    Uses torch's packed CPU kernel where the packing is this processor's, else dequantises and multiplies.
+    """
+    if packing != "plain" and x.device.type == "cpu" and packing == native_packing():
+        group = packed.shape[1] * 2 // scales_and_zeros.shape[0]
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, group, scales_and_zeros)
+        return out.to(x.dtype)
+    return torch.nn.functional.linear(x, dequantise(packed, scales_and_zeros, packing).to(x.dtype))

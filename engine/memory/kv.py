@@ -1,0 +1,54 @@
+"""KV memory is measured on transformers' own cache: on the meta device before loading, on the real one while running."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+
+def cache_bytes(cache) -> int:
+    """Bytes of all tensors a transformers Cache holds."""
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in _tensors(vars(layer)))
+
+
+def _tensors(values: dict):
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value)
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def kv_bytes(model: nn.Module) -> tuple[int, int]:
+    """(bytes a token adds, bytes that do not grow) of the cache of a model on the meta device.
+
+    Runs the attention part of the skeleton on the meta device for one and for two tokens, experts left out. Sliding
+    windows are counted as if they grew with the context: an upper bound.
+    """
+    from transformers import DynamicCache
+
+    probe = copy.deepcopy(model).to("meta")
+    for _, module in list(probe.named_modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("Experts"):
+                setattr(module, name, _NoExperts())
+    sizes = []
+    for tokens in (1, 2):
+        cache = DynamicCache(config=probe.config)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        with torch.no_grad():
+            probe(input_ids=ids, cache=cache, use_cache=True)
+        sizes.append(cache_bytes(cache))
+    growth = sizes[1] - sizes[0]
+    return growth, sizes[0] - growth
+
+
+class _NoExperts(nn.Module):
+    """Stands for experts where only shapes matter."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)

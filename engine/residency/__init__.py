@@ -1,0 +1,1 @@
+"""Which experts are in which slots: tiers, how they fetch, and which expert gives way."""

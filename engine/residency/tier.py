@@ -1,0 +1,266 @@
+"""A tier is a fixed arena of equal slots; a slot in use or loading is never a victim, and a missing expert is waited for.
+
+An expert is named by its key, layer * experts + expert. A slot is free, queued or loading (a fetch is on its way), or
+ready; `users` counts the leases that hold it. Each fetch carries a ticket, so that a request that was overtaken or given
+up is recognised. Time is counted in leases: one MoE layer visited is one step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.memory.arena import SlotArena
+from engine.residency.fetch import DEMAND, Fetcher
+from engine.residency.policy import Lfru
+
+FREE, QUEUED, LOADING, READY = range(4)
+ABSENT, RESIDENT, IN_FLIGHT, HIT, MISSED = range(5)  # codes of the residency map
+_NEVER = -1
+
+
+@dataclass
+class TierCounters:
+    """Experts asked for since the last reset, by how they were found, and the time spent waiting, in seconds."""
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    stall_s: float = 0.0
+
+
+class Tier:
+    """Slots for layers x experts keys, filled by `fetcher`. One thread leases; any thread may look."""
+
+    def __init__(self, layers: int, experts: int, arena: SlotArena, fetcher: Fetcher, policy: Lfru) -> None:
+        self.layers, self.experts, self.keys = layers, experts, layers * experts
+        self.arena, self.fetcher, self.policy = arena, fetcher, policy
+        self.counters = TierCounters()
+        self.clock = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._slot_of = [_NEVER] * self.keys
+        self._key_of = np.full(arena.slots, _NEVER)
+        self._state = np.full(arena.slots, FREE, dtype=np.uint8)
+        self._users = np.zeros(arena.slots, dtype=np.int32)
+        self._ticket = [0] * arena.slots
+        self._deadline = np.full(arena.slots, _NEVER, dtype=np.int64)  # forecast for this step: protected till it is over
+        self._free = list(range(arena.slots - 1, -1, -1))
+        self._begun: set[int] = set()  # absent when their routing became known: misses, however soon they arrive
+        self._failed: dict[int, Exception] = {}
+        self._used_at = np.full(self.keys, _NEVER, dtype=np.int64)
+        self._missed_at = np.full(self.keys, _NEVER, dtype=np.int64)
+        fetcher.start(self._claim, self._done)
+
+    # -- use ---------------------------------------------------------------------------------------------------------
+
+    def lease(self, keys: list[int]) -> Iterator[list[tuple[int, int]]]:
+        """Yield batches of (key, slot) until each of the distinct `keys` came once: resident ones first, then as they
+        arrive. A batch's slots are held until the next batch is asked for. More keys than slots is fine.
+
+        Raises what the fetcher raised (ReadError) for an expert that could not be fetched.
+        """
+        held: dict[int, int] = {}
+        with self._lock:
+            self.clock += 1
+            batch, waiting, absent = self._sort(keys)
+            self._start(absent, waiting)
+        try:
+            while True:
+                if batch:
+                    held = dict(batch)
+                    slots = list(held.values())
+                    self.fetcher.on_lease(slots)
+                    yield batch
+                    self.fetcher.on_release(slots)
+                    with self._lock:
+                        self._users[slots] -= 1
+                        held = {}
+                        self._start(absent, waiting)
+                if not waiting and not absent:
+                    return
+                batch = self._wait(waiting, absent)
+        finally:
+            if held or waiting:  # left early: an error, or the consumer stopped
+                with self._lock:
+                    for key, slot in (held | waiting).items():
+                        if self._key_of[slot] == key:
+                            self._users[slot] -= 1
+
+    def begin(self, keys: list[int]) -> None:
+        """Start fetching those of `keys` that are absent: the next lease will ask for them all."""
+        with self._lock:
+            self._begun.update(key for key in keys if self._slot_of[key] == _NEVER)
+        self.prefetch(keys, self.clock + 1, DEMAND)
+
+    def prefetch(self, keys: Iterable[int], deadline: int, urgency: int | None = None) -> None:
+        """Have `keys` in place by step `deadline`, as far as slots can be had; resident ones are protected until then.
+
+        urgency: order among waiting fetches, smaller first; the deadline by default. A prefetch never takes the slot of
+        an expert that is forecast itself.
+        """
+        with self._lock:
+            for key in keys:
+                slot = self._slot_of[key]
+                if slot == _NEVER:
+                    slot = self._take_slot(demand=False)
+                    if slot is None:
+                        return
+                    self._load(key, slot, deadline if urgency is None else urgency)
+                self._deadline[slot] = max(self._deadline[slot], deadline)
+
+    def settle(self) -> None:
+        """Wait until no fetch is queued or under way."""
+        with self._changed:
+            while np.any((self._state == QUEUED) | (self._state == LOADING)):
+                self._changed.wait()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def residency(self) -> np.ndarray:
+        """uint8 [layers, experts]: ABSENT, RESIDENT, IN_FLIGHT; for experts of each layer's last visit HIT or MISSED."""
+        with self._lock:
+            state = np.zeros(self.keys, dtype=np.uint8)
+            state[self._key_of[self._state == READY]] = RESIDENT
+            state[self._key_of[(self._state == QUEUED) | (self._state == LOADING)]] = IN_FLIGHT
+            used, missed = self._used_at.copy(), self._missed_at.copy()
+        shape = (self.layers, self.experts)
+        state, used, missed = state.reshape(shape), used.reshape(shape), missed.reshape(shape)
+        visit = used.max(axis=1, keepdims=True)
+        state[(used == visit) & (visit != _NEVER)] = HIT
+        state[(missed == visit) & (visit != _NEVER)] = MISSED
+        return state
+
+    @property
+    def all_resident(self) -> bool:
+        """Whether every expert has a slot, so that nothing is ever evicted."""
+        return self.arena.slots >= self.keys
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.arena.close()
+
+    # -- inside; the lock is held ------------------------------------------------------------------------------------
+
+    def _sort(self, keys: list[int]) -> tuple[list[tuple[int, int]], dict[int, int], list[int]]:
+        """Count and pin `keys`: (ready (key, slot) pairs, arriving key -> slot, absent keys)."""
+        ready: list[tuple[int, int]] = []
+        waiting: dict[int, int] = {}
+        absent: list[int] = []
+        for key in keys:
+            slot = self._slot_of[key]
+            if slot == _NEVER:
+                absent.append(key)
+                continue
+            self._users[slot] += 1
+            if self._state[slot] == READY:
+                ready.append((key, slot))
+            else:
+                waiting[key] = slot
+                if self._state[slot] == QUEUED:
+                    self.fetcher.submit(key, slot, self._ticket[slot], DEMAND)
+        missed = absent
+        if self._begun:
+            missed = absent + [key for key in keys if key in self._begun and self._slot_of[key] != _NEVER]
+            self._begun.clear()
+        late = [key for key in waiting if key not in missed]
+        self.counters.misses += len(missed)
+        self.counters.late += len(late)
+        self.counters.hits += len(keys) - len(missed) - len(late)
+        self.policy.touch(keys, self.clock)
+        self._used_at[keys] = self.clock
+        if missed or late:
+            self._missed_at[missed + late] = self.clock
+        return ready, waiting, absent
+
+    def _start(self, absent: list[int], waiting: dict[int, int]) -> None:
+        """Move keys from `absent` to `waiting` while slots can be had."""
+        while absent:
+            key = absent[0]
+            slot = self._slot_of[key]
+            if slot == _NEVER:
+                slot = self._take_slot(demand=True)
+                if slot is None:
+                    return
+                self._load(key, slot, DEMAND)
+            self._users[slot] += 1
+            waiting[key] = slot
+            absent.pop(0)
+
+    def _take_slot(self, demand: bool) -> int | None:
+        """A free slot, else a victim's: the least used unprotected one; for a demand, then the one forecast furthest off."""
+        if self._free:
+            return self._free.pop()
+        candidates = np.flatnonzero((self._state == READY) & (self._users == 0))
+        unprotected = candidates[self._deadline[candidates] < self.clock]
+        if unprotected.size:
+            slot = self.policy.victim(unprotected, self._key_of)
+        elif demand and candidates.size:
+            slot = int(candidates[np.argmax(self._deadline[candidates])])
+        else:
+            return None
+        self._slot_of[self._key_of[slot]] = _NEVER
+        return slot
+
+    def _load(self, key: int, slot: int, urgency: int) -> None:
+        self._slot_of[key] = slot
+        self._key_of[slot] = key
+        self._state[slot] = QUEUED
+        self._deadline[slot] = _NEVER
+        self._ticket[slot] += 1
+        self._failed.pop(key, None)
+        self.fetcher.submit(key, slot, self._ticket[slot], urgency)
+
+    def _free_slot(self, slot: int) -> None:
+        self._slot_of[self._key_of[slot]] = _NEVER
+        self._key_of[slot] = _NEVER
+        self._state[slot] = FREE
+        self._users[slot] = 0
+        self._free.append(slot)
+        self._changed.notify_all()
+
+    # -- inside; these take the lock ---------------------------------------------------------------------------------
+
+    def _wait(self, waiting: dict[int, int], absent: list[int]) -> list[tuple[int, int]]:
+        """Wait until some of `waiting` are ready; take them out and return them. The time spent is a stall."""
+        began = time.perf_counter()
+        with self._changed:
+            while True:
+                lost = [key for key in waiting if key in self._failed]
+                if lost:
+                    for key in lost:
+                        del waiting[key]
+                    raise self._failed.pop(lost[0])
+                ready = [(key, slot) for key, slot in waiting.items() if self._state[slot] == READY]
+                if ready:
+                    break
+                self._start(absent, waiting)
+                self._changed.wait()
+            for key, _ in ready:
+                del waiting[key]
+            self.counters.stall_s += time.perf_counter() - began
+        return ready
+
+    def _claim(self, slot: int, ticket: int) -> bool:
+        """Whether this fetch is still to be done. A prefetch whose time has passed is given up here."""
+        with self._changed:
+            if self._ticket[slot] != ticket or self._state[slot] != QUEUED:
+                return False
+            if self._users[slot] == 0 and self._deadline[slot] < self.clock:
+                self._free_slot(slot)
+                return False
+            self._state[slot] = LOADING
+            return True
+
+    def _done(self, slot: int, error: Exception | None) -> None:
+        with self._changed:
+            if error is None:
+                self._state[slot] = READY
+                self._changed.notify_all()
+            else:
+                self._failed[int(self._key_of[slot])] = error
+                self._free_slot(slot)

@@ -1,0 +1,46 @@
+"""One object says what a request did and cost: the CLI prints it, the panels read it, the benchmarks record it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Statistics of the running or the last request. Times in seconds, sizes in bytes, rates per second.
+
+    hit_rate: experts ready when asked / experts asked. `late` experts were in flight when asked (a prefetch that had
+        started too late), `misses` were not even in flight; hits + late + misses = experts asked.
+    dropped: experts that were routed to and not computed: always 0.
+    read_s: wall time during which at least one read was in flight; stall_s: time the computation waited for a read.
+    hidden_io: 1 - stall_s / read_s, or None when nothing was read.
+    peak_active_bytes: high-water mark of the ledger since the model was loaded; active_bytes_by_kind: now.
+    rss_bytes: resident set of the whole process, interpreter and libraries included; None where unknown.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, found in the conversation's KV cache
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    tok_s: float | None = None
+    prefill_tok_s: float | None = None
+    mode: str = "on-demand"
+    prefetch: str = "none"
+    hit_rate: float | None = None
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    dropped: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    stall_s: float = 0.0
+    hidden_io: float | None = None
+    expert_budget_bytes: int = 0
+    peak_active_bytes: int = 0
+    active_bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    rss_bytes: int | None = None
+    device: str = "cpu"
+    device_memory_bytes: int | None = None  # CUDA allocator, None on a machine without
+
+    def as_dict(self) -> dict:
+        return asdict(self)

@@ -1,0 +1,1 @@
+"""The expert store on disk: its layout, the writer that prepares it, the reader that streams it, checkpoint sources."""
