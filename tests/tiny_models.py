@@ -70,4 +70,28 @@ def write_checkpoint(kind: str, directory: Path, dtype: torch.dtype = torch.bflo
             else:
                 tensor.uniform_(-0.2, 0.2)
     model.to(dtype).save_pretrained(directory)
+    write_tokenizer(directory)
     return directory
+
+
+_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a byte-level BPE tokenizer of 320 tokens with a chat template; ids 0, 1, 2 are pad, begin and end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the experts of the model are read from the disk before they are needed"] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast.chat_template = _TEMPLATE
+    fast.save_pretrained(directory)

@@ -25,10 +25,15 @@ class StreamedExperts(nn.Module):
         self.inner, self.layer, self.experts = inner, layer, experts
         self.tier: Tier | None = None
         self.kernel: ExpertKernel | None = None
+        self.dropped = 0  # experts routed to and not computed; there is no way to drop one, and this proves it
 
     def attach(self, tier: Tier, kernel: ExpertKernel) -> None:
         """Compute from `tier` from now on."""
         self.tier, self.kernel = tier, kernel
+
+    def detach(self) -> None:
+        """Hold no view of any slot any more."""
+        self.tier = self.kernel = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -50,6 +55,7 @@ class StreamedExperts(nn.Module):
         for batch in self.tier.lease(keys):
             for key, slot in batch:
                 outputs[key] = self.kernel(slot, x)
+        self.dropped += len(keys) - len(outputs)
         nothing = None if len(keys) == len(ids) else torch.zeros_like(x)
         return torch.stack([outputs.get(base + i, nothing) for i in ids], dim=1)
 
@@ -64,9 +70,11 @@ class StreamedExperts(nn.Module):
             if count:
                 spans[base + expert] = order[start : start + count]
                 start += count
-        outputs = x.new_zeros(n * k, x.shape[1])
+        outputs, computed = x.new_zeros(n * k, x.shape[1]), 0
         for batch in self.tier.lease(list(spans)):
             for key, slot in batch:
                 pairs = spans[key]
                 outputs[pairs] = self.kernel(slot, x[pairs // k])
+            computed += len(batch)
+        self.dropped += len(spans) - computed
         return outputs.view(n, k, -1)

@@ -135,3 +135,7 @@ class StoreFetcher(QueuedFetcher):
     def transfer(self, key: int, slot: int) -> int:
         self._reader.read_into(key, self._arena.memory(slot))
         return self._reader.record_bytes
+
+    def close(self) -> None:
+        super().close()
+        self._reader.close()

@@ -113,6 +113,10 @@ class Tier:
                     self._load(key, slot, deadline if urgency is None else urgency)
                 self._deadline[slot] = max(self._deadline[slot], deadline)
 
+    def reset_counters(self) -> None:
+        """Start counting anew."""
+        self.counters = TierCounters()
+
     def settle(self) -> None:
         """Wait until no fetch is queued or under way."""
         with self._changed:

@@ -11,7 +11,7 @@ from engine.errors import OutriderError
 
 @dataclass(frozen=True)
 class Progress:
-    """stage: what is being done, for people. done of total, in `unit` (`bytes`, `experts`, `steps`)."""
+    """stage: what is being done, for people. done of total, in `unit` (`bytes`, `tensors`, `steps`)."""
 
     stage: str
     done: int

@@ -139,7 +139,7 @@ def _write_units(work, source, model, shape, units, shards, info, header, journa
     with _create(work / EXPERTS_FILE, info.expert_bytes_total) as experts_file, header.open(work) as resident_file:
         for unit in left:
             check_cancelled(cancel)
-            report(Progress("writing experts" if unit.expert else "writing resident weights", done, len(units), "experts"))
+            report(Progress(f"preparing {work.stem}", done, len(units), "tensors"))
             built = unit.build(model, shape, tensors.read)
             if unit.expert is None:
                 for name, tensor in built.items():

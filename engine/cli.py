@@ -1,0 +1,287 @@
+"""The command line is a thin shell: it parses, calls the façade, and prints; `--json` prints one JSON object last."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import threading
+from pathlib import Path
+
+from engine.config import (
+    DEFAULT_MODEL,
+    EXPERT_FORMATS,
+    PREFETCH,
+    RESIDENT,
+    EngineConfig,
+    GenerationConfig,
+    Mode,
+    format_size,
+)
+from engine.errors import OutriderError
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; the process's exit code."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+        return 0
+    except OutriderError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = argparse.ArgumentParser(prog="python -m engine", description="Stream Mixture-of-Experts models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's own word
+        command = commands.add_parser(name, parents=[common], help=help, description=help)
+        command.set_defaults(run=run)
+        return command
+
+    command = add("prepare", _prepare, "turn a checkpoint directory or hub id into a store")
+    command.add_argument("source", help="a Hugging Face checkpoint directory, or a hub id such as org/name")
+    command.add_argument("destination", type=Path, help="the store directory to make")
+    command.add_argument("--experts", choices=EXPERT_FORMATS, default="int4", help="format of the experts (int4)")
+
+    command = add("plan", _plan, "say what would be used, by kind, and whether it fits; nothing is loaded")
+    _add_model(command)
+
+    command = add("chat", _chat, "chat with a model; without --prompt interactively")
+    _add_model(command)
+    command.add_argument("--prompt", help="say this, print the reply and end")
+    command.add_argument("--system", help="system prompt")
+    command.add_argument("--max-tokens", type=int, default=512)
+    command.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    command.add_argument("--temperature", type=float, default=0.7)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--repetition-penalty", type=float, default=1.0)
+    command.add_argument("--seed", type=int)
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply here; may be repeated")
+
+    command = add("info", _info, "describe a prepared store")
+    command.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    command.add_argument("--verify", action="store_true", help="read every expert and compare its checksum")
+
+    add("fetch-default", _fetch_default, "fetch and prepare the default model")
+
+    from engine.train.recipe import add_arguments as add_train_arguments
+
+    add_train_arguments(add("train-default", _train_default, "train the parts of the default model"))
+
+    from engine.bench.cli import add_arguments as add_bench_arguments
+
+    add_bench_arguments(add("bench", _bench, "measure: stream, overhead, peers"))
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    defaults = EngineConfig()
+    command.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="default, a store's name or a store's path")
+    command.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% of the experts' bytes, or auto")
+    command.add_argument("--context", type=int, default=defaults.context, help="tokens of prompt and reply to plan for")
+    command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
+    command.add_argument("--prefetch", choices=PREFETCH, default=defaults.prefetch)
+    command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
+    command.add_argument("--read-threads", type=int, default=defaults.read_threads)
+    command.add_argument("--page-cache", action="store_true", help="read through the system's page cache")
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.resident,
+                        args.device, args.page_cache, args.read_threads)  # fmt: skip
+
+
+def _print_json(value: dict) -> None:
+    print(json.dumps(value, default=str))
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from engine.store.writer import prepare
+
+    with _Bar() as bar:
+        path = prepare(args.source, args.destination, args.experts, bar.show)
+    _describe(path, args.json)
+
+
+def _fetch_default(args: argparse.Namespace) -> None:
+    from engine.store.default_model import fetch_default
+
+    with _Bar() as bar:
+        path = fetch_default(bar.show)
+    _describe(path, args.json)
+
+
+def _info(args: argparse.Namespace) -> None:
+    from engine.registry import resolve
+
+    path = resolve(args.model)
+    if args.verify:
+        from engine.store.verify import verify
+
+        with _Bar() as bar:
+            verify(path, bar.show)
+    _describe(path, args.json)
+
+
+def _describe(path: Path, as_json: bool) -> None:
+    from engine.registry import describe
+    from engine.store.layout import read_info
+
+    info, summary = read_info(path), describe(path)
+    if as_json:
+        _print_json({**dataclasses.asdict(summary), "record_bytes": info.layout.record_bytes, "packing": info.packing,
+                     "kv_bytes_per_token": info.kv_bytes_per_token, "quantised_share": info.quantised_share})  # fmt: skip
+        return
+    print(f"{summary.name}: {summary.architecture} from {summary.source}")
+    print(f"  experts   {summary.layers} layers x {summary.experts}, top-{summary.top_k}, {summary.expert_format}, "
+          f"{format_size(info.layout.record_bytes)} each, {format_size(summary.expert_bytes_total)} in all")  # fmt: skip
+    print(f"  resident  {format_size(summary.resident_bytes)}")
+    print(f"  quantised {info.quantised_share:.1%} of the weights")
+    print(f"  KV        {format_size(info.kv_bytes_per_token)} a token")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from engine.engine import plan
+
+    result = plan(_config(args))
+    if args.json:
+        _print_json(dataclasses.asdict(result))
+        return
+    for name, size in (("resident", result.resident_bytes), ("experts", result.expert_budget_bytes),
+                       ("KV cache", result.kv_bytes), ("scratch", result.scratch_bytes),
+                       ("total", result.total_bytes), ("available", result.available_bytes)):  # fmt: skip
+        print(f"{name:10} {format_size(size):>10}")
+    total = result.layers * result.experts
+    print(f"slots      {result.slots:>10} for {total} experts ({result.slots / total:.0%}), "
+          f"at least {format_size(result.min_expert_bytes)}")  # fmt: skip
+    result.require_fit()
+    print(f"fits, leaving {format_size(result.available_bytes - result.total_bytes)} free")
+
+
+def _chat(args: argparse.Namespace) -> None:
+    from engine.engine import Engine
+
+    generation = GenerationConfig(
+        max_tokens=args.max_tokens,
+        temperature=0.0 if args.greedy else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    with Engine(_config(args)) as engine:
+        if args.prompt is None:
+            _interactive(engine, system, generation)
+            return
+        messages = [*system, {"role": "user", "content": args.prompt}]
+        result = _reply(engine, messages, generation, show=not args.json)
+        if args.json:
+            _print_json(result)
+
+
+def _reply(engine, messages: list[dict], generation: GenerationConfig, show: bool) -> dict:
+    """One reply, streamed to stdout if `show`; Ctrl-C stops it and keeps what was said."""
+    stop, text, ids, reason = threading.Event(), [], [], None
+    chunks = engine.chat(messages, generation, stop)
+    while True:
+        try:
+            for chunk in chunks:
+                text.append(chunk.text)
+                ids.extend(chunk.token_ids)
+                reason = chunk.finish_reason
+                if show:
+                    print(chunk.text, end="", flush=True)
+            break
+        except KeyboardInterrupt:
+            chunks.close()
+            reason = "stopped"
+            break
+    if show:
+        print()
+    return {"text": "".join(text), "token_ids": ids, "finish_reason": reason, "stats": engine.stats().as_dict()}
+
+
+def _interactive(engine, system: list[dict], generation: GenerationConfig) -> None:
+    print(f"{engine.config.model}, {engine.plan.slots} of {engine.plan.layers * engine.plan.experts} experts in memory. "
+          "Ctrl-C stops a reply, /new starts over, /quit ends.")  # fmt: skip
+    messages = list(system)
+    while True:
+        try:
+            said = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if said in ("/quit", "/exit"):
+            return
+        if said == "/new":
+            messages = list(system)
+            continue
+        if not said:
+            continue
+        messages.append({"role": "user", "content": said})
+        result = _reply(engine, messages, generation, show=True)
+        messages.append({"role": "assistant", "content": result["text"]})
+        stats = result["stats"]
+        rate = f"{stats['tok_s']:.1f} tok/s, " if stats["tok_s"] else ""
+        hits = f"hit rate {stats['hit_rate']:.0%}, " if stats["hit_rate"] is not None else ""
+        print(f"[{stats['completion_tokens']} tokens, {rate}{hits}read {format_size(stats['bytes_read'])}, "
+              f"peak active {format_size(stats['peak_active_bytes'])}]")  # fmt: skip
+
+
+def _train_default(args: argparse.Namespace) -> None:
+    from engine.train.recipe import run
+
+    result = run(args)
+    if args.json:
+        _print_json(result)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from engine.bench.cli import run
+
+    result = run(args)
+    if args.json:
+        _print_json(result)
+
+
+class _Bar:
+    """Shows Progress values on stderr as one tqdm bar a stage."""
+
+    def __enter__(self) -> _Bar:
+        from tqdm import tqdm
+
+        self._make, self._bar, self._stage = tqdm, None, None
+        return self
+
+    def show(self, progress) -> None:
+        if progress.stage != self._stage:
+            self.__exit__()
+            self._stage = progress.stage
+            scaled = progress.unit == "bytes"
+            self._bar = self._make(desc=progress.stage, total=progress.total, unit="B" if scaled else progress.unit,
+                                   unit_scale=scaled, leave=True)  # fmt: skip
+        self._bar.total = progress.total
+        self._bar.update(progress.done - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

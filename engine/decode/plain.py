@@ -1,0 +1,66 @@
+"""Plain decoding is a generator: prefill the prompt in chunks, then one forward a token until something says stop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from engine.decode.reuse import Conversation
+from engine.decode.sampling import Sampler
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: the person asked for it
+    """The request was stopped during prefill."""
+
+
+def forward(model: nn.Module, conversation: Conversation, ids: list[int]) -> torch.Tensor:
+    """Run `ids` on top of the cache; logits [1, V] of the last one."""
+    device = next(model.parameters()).device
+    output = model(
+        input_ids=torch.tensor([ids], device=device), cache=conversation.cache, use_cache=True, logits_to_keep=1
+    )
+    return output.logits[:, -1]
+
+
+def prefill(
+    model: nn.Module,
+    conversation: Conversation,
+    prompt: list[int],
+    stop: threading.Event,
+    on_forward: Callable[[int], None],
+) -> torch.Tensor:
+    """Bring the cache to the whole prompt, reusing what it may; logits [1, V] of the last prompt token.
+
+    on_forward(n) is called before each forward of n tokens. Raises Stopped between chunks once `stop` is set.
+    """
+    logits = conversation.resume(prompt)
+    if logits is None:
+        for piece in conversation.pieces(prompt):
+            if stop.is_set():
+                raise Stopped
+            on_forward(len(piece))
+            logits = forward(model, conversation, piece)
+            conversation.append(piece, prefill=True)
+        conversation.prompt_done(prompt, logits)
+    return logits
+
+
+def decode(
+    model: nn.Module,
+    conversation: Conversation,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    history: list[int],
+    on_forward: Callable[[int], None],
+) -> Iterator[int]:
+    """Yield token ids without end, the first from `logits`. `history` (the prompt) grows with them."""
+    while True:
+        token = sampler.choose(logits, history)
+        history.append(token)
+        yield token
+        on_forward(1)
+        logits = forward(model, conversation, [token])
+        conversation.append([token], prefill=False)

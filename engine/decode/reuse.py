@@ -1,0 +1,106 @@
+"""A conversation's KV cache is kept between requests, and a request reuses the part that gives the same tokens as a fresh run.
+
+What is reused of a cache that holds the ids C, its first P of them prefilled in aligned chunks:
+- the new prompt begins with all of C (the next turn): everything, so that a turn costs its new tokens only;
+- the new prompt is the last prompt (regenerate): everything up to the prompt's end, its logits too;
+- else the common prefix, rounded down to a chunk border inside P: what follows is computed in the very chunks a fresh run
+  would use, so the rounding, and with it every greedy token, is the same.
+Layers that cannot be cropped (recurrent states, full sliding windows) are restored from copies made at the prompt's end and at
+each chunk border.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+
+class Conversation:
+    """The cache of the last request and what it holds. `chunk`: prefill chunk length in tokens."""
+
+    def __init__(self, config, chunk: int) -> None:
+        self._config, self.chunk = config, chunk
+        self.forget()
+
+    def forget(self) -> None:
+        """Start empty."""
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self._config)
+        self.ids: list[int] = []  # what the cache holds
+        self.aligned = 0  # how many of them were prefilled in aligned chunks from the beginning
+        self._prompt: list[int] = []
+        self._logits: torch.Tensor | None = None
+        self._copies: dict[int, dict[int, object]] = {}  # position -> layer index -> copy
+
+    def resume(self, prompt: list[int]) -> torch.Tensor | None:
+        """Make the cache a prefix of `prompt`. Returns the prompt's logits [1, V] when even they are known, else None."""
+        if prompt == self._prompt and self._logits is not None:
+            if self._rewind(len(prompt)):
+                return self._logits
+        elif 0 < len(self.ids) < len(prompt) and prompt[: len(self.ids)] == self.ids:
+            return None
+        else:
+            common = next((i for i, (a, b) in enumerate(zip(self.ids, prompt, strict=False)) if a != b),
+                          min(len(self.ids), len(prompt)))  # fmt: skip
+            keep = min(common, self.aligned, len(prompt) - 1) // self.chunk * self.chunk
+            if keep and self._rewind(keep):
+                self.aligned = keep
+                return None
+        self.forget()
+        return None
+
+    def pieces(self, prompt: list[int]) -> list[list[int]]:
+        """The chunks in which to prefill the rest of `prompt`, ending at multiples of `chunk`."""
+        at, result = len(self.ids), []
+        while at < len(prompt):
+            end = min((at // self.chunk + 1) * self.chunk, len(prompt))
+            result.append(prompt[at:end])
+            at = end
+        return result
+
+    def append(self, ids: list[int], prefill: bool) -> None:
+        """The cache has just taken in `ids`."""
+        aligned = prefill and self.aligned == len(self.ids)
+        self.ids.extend(ids)
+        if aligned:
+            self.aligned = len(self.ids)
+        if prefill and len(self.ids) % self.chunk == 0:
+            self._keep_copy()
+
+    def prompt_done(self, prompt: list[int], logits: torch.Tensor) -> None:
+        """The whole prompt is in the cache and gave `logits` [1, V]."""
+        self._prompt, self._logits = list(prompt), logits
+        self._keep_copy()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _stiff(self) -> list[int]:
+        """Indices of layers that a crop cannot put back."""
+        from transformers.cache_utils import DynamicLayer
+
+        return [i for i, layer in enumerate(self.cache.layers) if type(layer) is not DynamicLayer]
+
+    def _keep_copy(self) -> None:
+        stiff = self._stiff()
+        if not stiff:
+            return
+        borders = [p for p in self._copies if p % self.chunk == 0][-1:]  # the prompt's end and the last border suffice
+        self._copies = {p: self._copies[p] for p in borders}
+        self._copies[len(self.ids)] = {i: copy.deepcopy(self.cache.layers[i]) for i in stiff}
+
+    def _rewind(self, length: int) -> bool:
+        """Crop the cache to its first `length` tokens; False when a layer cannot go back there."""
+        extra, stiff = len(self.ids) - length, self._stiff()
+        if extra and stiff and length not in self._copies:
+            return False
+        if extra:
+            for index, layer in enumerate(self.cache.layers):
+                if index in stiff:
+                    self.cache.layers[index] = copy.deepcopy(self._copies[length][index])
+                else:
+                    layer.crop(-extra)
+        self.ids = self.ids[:length]
+        self.aligned = min(self.aligned, length)
+        return True

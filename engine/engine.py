@@ -1,0 +1,344 @@
+"""One engine holds one model and runs one generation at a time; settings change between generations without a reload."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import psutil
+import torch
+
+from engine.config import EngineConfig, GenerationConfig, Mode
+from engine.decode.plain import Stopped, decode, prefill
+from engine.decode.reuse import Conversation
+from engine.decode.sampling import Sampler
+from engine.decode.text import TextStream, template_opens_reasoning
+from engine.errors import BusyError, ConfigError, StoreError
+from engine.forecast.gate import DemandForecast, GateLookahead
+from engine.memory.kv import cache_bytes
+from engine.memory.ledger import Ledger
+from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
+from engine.model.loader import load_model
+from engine.model.router import install, remove
+from engine.model.skeleton import find_router, load_config
+from engine.registry import resolve
+from engine.residency.build import build_tier
+from engine.stats import EngineStats
+from engine.store.layout import StoreInfo, read_info
+
+_KV_EVERY = 32  # tokens between two measurements of the cache
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a reply. finish_reason is None until the last one: `stop` (end of reply), `length`, or `stopped`."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass
+class _Request:
+    """Counters of one request; times from time.perf_counter()."""
+
+    prompt: int
+    began: float
+    prefill_done: float | None = None
+    reused: int = 0
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+
+
+def plan(config: EngineConfig) -> Plan:
+    """What `config` would use and whether it fits; nothing is loaded. Raises StoreError or ConfigError for bad names."""
+    path = resolve(config.model)
+    info = read_info(path)
+    return make_plan(config.model, info, config, _vocabulary(load_config(path)))
+
+
+class Engine:
+    """Loads a prepared store and generates from it. Use as a context manager or call `close`.
+
+    Raises on construction: StoreError (no such or damaged store), PlanError (does not fit), ConfigError.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        from transformers import AutoTokenizer
+
+        self._path = resolve(config.model)
+        self.info: StoreInfo = read_info(self._path)
+        self._vocabulary = _vocabulary(load_config(self._path))
+        self.config = config
+        self.plan = make_plan(config.model, self.info, config, self._vocabulary).require_fit()
+        self._device = resolve_device(config.device)
+        self._ledger = Ledger()
+        self.tokenizer = _tokenizer(AutoTokenizer, self._path)
+        self._model, self._experts = load_model(self._path, self.info, self._device)
+        if config.resident == "int4":
+            from engine.model.resident import quantise_linears
+
+            quantise_linears(self._model)
+        self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
+        self._routers = [find_router(self._model, path) for path in self.info.layers]
+        self._conversation = Conversation(self._model.config, prefill_chunk(self.info))
+        self._end_ids = _end_ids(self._model, self.tokenizer)
+        self._busy = threading.Lock()
+        self._tier = None
+        self._request = _Request(0, time.perf_counter())
+        self._attach()
+
+    # -- generating --------------------------------------------------------------------------------------------------
+
+    def chat(
+        self, messages: list[dict], generation: GenerationConfig, stop: threading.Event | None = None
+    ) -> Iterator[Chunk]:
+        """Stream the reply to `messages` (dicts of role and content) through the tokenizer's chat template."""
+        yield from self.complete(self.encode_chat(messages), generation, stop)
+
+    def complete(
+        self, prompt: list[int], generation: GenerationConfig, stop: threading.Event | None = None
+    ) -> Iterator[Chunk]:
+        """Stream what follows the token ids `prompt`. Setting `stop`, or closing the generator, ends it within a token.
+
+        Raises BusyError while another generation runs, ConfigError for a prompt that leaves no room in the context, and
+        ReadError when an expert cannot be read.
+        """
+        if not prompt:
+            raise ConfigError("the prompt is empty: there is nothing to continue")
+        room = self.config.context - len(prompt)
+        if room < 1:
+            raise ConfigError(f"the prompt has {len(prompt)} tokens and the context is {self.config.context}: shorten the "
+                              "conversation or load the model with a longer context")  # fmt: skip
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("the engine is generating: wait for it to end, or stop it")
+        try:
+            yield from self._run(list(prompt), generation, min(generation.max_tokens, room), stop or threading.Event())
+        finally:
+            self._ledger.set("scratch", 0)
+            self._busy.release()
+
+    def _run(
+        self, prompt: list[int], generation: GenerationConfig, limit: int, stop: threading.Event
+    ) -> Iterator[Chunk]:
+        request = self._request = _Request(len(prompt), time.perf_counter())
+        self._reset_counters()
+        text = TextStream(self.tokenizer, generation.stop)
+        whole = False  # whether the cache is known to be whole: an error inside a forward leaves some layers ahead
+        try:
+            with torch.inference_mode():
+                logits = prefill(self._model, self._conversation, prompt, stop, self._on_forward)
+                request.prefill_done = time.perf_counter()
+                self._ledger.set("kv", cache_bytes(self._conversation.cache))
+                sampler = Sampler(generation, self._device)
+                tokens = decode(self._model, self._conversation, logits, sampler, list(prompt), self._on_forward)
+                for token in tokens:
+                    request.last = time.perf_counter()
+                    request.first = request.first or request.last
+                    request.tokens += 1
+                    reason = "stop" if token in self._end_ids else None
+                    piece = "" if reason else text.push(token)
+                    if text.stopped:
+                        reason = "stop"
+                    elif reason is None and request.tokens >= limit:
+                        reason = "length"
+                    elif reason is None and stop.is_set():
+                        reason = "stopped"
+                    if reason:
+                        piece += text.finish()
+                    whole = True
+                    yield Chunk(piece, (token,), reason)
+                    if reason:
+                        return
+                    whole = False
+        except Stopped:
+            whole = True
+            yield Chunk("", (), "stopped")
+        finally:
+            if not whole:
+                self._conversation.forget()
+            self._ledger.set("kv", cache_bytes(self._conversation.cache))
+
+    def _on_forward(self, tokens: int) -> None:
+        request = self._request
+        if request.prefill_done is None and request.reused == 0:
+            request.reused = len(self._conversation.ids)
+        self._ledger.set("scratch", scratch_bytes(self.info, tokens, self._vocabulary))
+        if request.tokens % _KV_EVERY == 0:
+            self._ledger.set("kv", cache_bytes(self._conversation.cache))
+
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses them."""
+        return self.tokenizer.encode(self._render(messages), add_special_tokens=False)
+
+    def opens_reasoning(self, messages: list[dict]) -> bool:
+        """Whether the chat template itself opens the reasoning, so that the reply starts inside it."""
+        return template_opens_reasoning(self._render(messages))
+
+    def _render(self, messages: list[dict]) -> str:
+        if self.tokenizer.chat_template is None:  # a base model: plain text, turn by turn
+            return "\n".join(message["content"] for message in messages)
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # noqa: BLE001 - a template is a program of the checkpoint's and may raise anything
+            raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def supports_gate(self) -> bool:
+        """Whether every MoE layer has a router that gate look-ahead can ask."""
+        return None not in self._routers
+
+    def stats(self) -> EngineStats:
+        """Statistics of the running or the last request; cheap, from any thread."""
+        request, counters, meter = self._request, self._tier.counters, self._tier.fetcher.meter
+        asked = counters.hits + counters.late + counters.misses
+        read = meter.busy_now() - self._read_before
+        decode_s = (request.last or 0) - (request.first or 0)
+        prefilled, fresh = request.prefill_done, request.prompt - request.reused
+        cuda = self._device.type == "cuda"
+        return EngineStats(
+            prompt_tokens=request.prompt,
+            reused_tokens=request.reused,
+            completion_tokens=request.tokens,
+            ttft_s=request.first - request.began if request.first else None,
+            tok_s=(request.tokens - 1) / decode_s if decode_s > 0 else None,
+            prefill_tok_s=fresh / (prefilled - request.began) if prefilled and fresh else None,
+            mode=self.config.mode.value,
+            prefetch=self.config.prefetch,
+            hit_rate=counters.hits / asked if asked else None,
+            hits=counters.hits,
+            late=counters.late,
+            misses=counters.misses,
+            dropped=sum(experts.dropped for experts in self._experts),
+            bytes_read=meter.bytes - self._bytes_before,
+            read_s=read,
+            stall_s=counters.stall_s,
+            hidden_io=max(0.0, 1 - counters.stall_s / read) if read > 0 else None,
+            expert_budget_bytes=self.plan.expert_budget_bytes,
+            peak_active_bytes=self._ledger.peak,
+            active_bytes_by_kind=self._ledger.by_kind(),
+            rss_bytes=psutil.Process().memory_info().rss,
+            device=str(self._device),
+            device_memory_bytes=torch.cuda.memory_allocated(self._device) if cuda else None,
+        )
+
+    def residency(self) -> np.ndarray:
+        """uint8 [MoE layers, experts]: 0 absent, 1 resident, 2 in flight, 3 just hit, 4 just missed."""
+        return self._tier.residency()
+
+    # -- changing ----------------------------------------------------------------------------------------------------
+
+    def configure(
+        self, *, expert_memory: str | int | None = None, prefetch: str | None = None, mode: Mode | None = None
+    ) -> None:
+        """Change settings without loading the model again. Raises BusyError while generating, PlanError if it cannot fit."""
+        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode}
+        wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("the engine is generating: change settings when it has ended")
+        try:
+            free = available_memory(self._device) + self._ledger.active
+            new = make_plan(wanted.model, self.info, wanted, self._vocabulary, available=free).require_fit()
+            resized = new.slots != self.plan.slots
+            self._unwatch()
+            self.config, self.plan = wanted, new
+            if resized:
+                self._detach()
+                self._attach()
+            else:
+                self._watch()
+        finally:
+            self._busy.release()
+
+    def reset(self) -> None:
+        """Forget the conversation's KV cache."""
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("the engine is generating: reset when it has ended")
+        self._conversation.forget()
+        self._ledger.set("kv", 0)
+        self._busy.release()
+
+    def settle(self) -> None:
+        """Wait until no expert is on its way."""
+        self._tier.settle()
+
+    def close(self) -> None:
+        """Free the model and the slots. The engine cannot be used afterwards."""
+        if self._tier is not None:
+            self._unwatch()
+            self._detach()
+        self._model = None
+        self._experts = []
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Build the tier the plan asks for and let the experts compute from it."""
+        self._tier, kernel = build_tier(self._path, self.info, self.plan, self.config, self._experts[0].inner, self._device)
+        for experts in self._experts:
+            experts.attach(self._tier, kernel)
+        self._ledger.set("experts", self._tier.arena.bytes)
+        self._reset_counters()
+        self._watch()
+
+    def _detach(self) -> None:
+        for experts in self._experts:
+            experts.detach()
+        self._tier.close()
+        self._tier = None
+        self._ledger.set("experts", 0)
+
+    def _watch(self) -> None:
+        """Put the forecaster the configuration asks for in front of the routers; none where nothing can be missing."""
+        if self.config.prefetch == "gate" and not self.supports_gate:
+            raise ConfigError(f"{self.info.architecture} has no router that can be asked a layer ahead: choose prefetch none")
+        if self._tier.all_resident or not self.supports_gate:
+            return
+        forecast = GateLookahead(self._tier) if self.config.prefetch == "gate" else DemandForecast(self._tier)
+        forecast.seams = install(self._model, self._routers, forecast.on_routed)
+
+    def _unwatch(self) -> None:
+        remove(self._model, [path for path in self._routers if path])
+
+    def _reset_counters(self) -> None:
+        self._tier.reset_counters()
+        for experts in self._experts:
+            experts.dropped = 0
+        self._read_before = self._tier.fetcher.meter.busy_now()
+        self._bytes_before = self._tier.fetcher.meter.bytes
+
+
+def _vocabulary(config) -> int:
+    return config.get_text_config(decoder=True).vocab_size
+
+
+def _tokenizer(auto, path):
+    try:
+        return auto.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise StoreError(f"{path} has no tokenizer that can be loaded ({str(error).splitlines()[0]}); prepare it from a "
+                         "checkpoint that has its tokenizer files") from error  # fmt: skip
+
+
+def _distinct_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, tied ones once."""
+    return list({t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}.values())
+
+
+def _end_ids(model: torch.nn.Module, tokenizer) -> set[int]:
+    """Token ids that end a reply: the generation config's and the tokenizer's."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return {*ends, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
