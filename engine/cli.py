@@ -99,12 +99,13 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     command.add_argument("--read-threads", type=int, default=defaults.read_threads)
+    command.add_argument("--host-memory", default=defaults.host_memory, help="CUDA: host memory for experts, or auto")
     command.add_argument("--page-cache", action="store_true", help="read through the system's page cache")
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.resident,
-                        args.device, args.page_cache, args.read_threads)  # fmt: skip
+                        args.device, args.page_cache, args.read_threads, args.host_memory)  # fmt: skip
 
 
 def _print_json(value: dict) -> None:

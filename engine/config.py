@@ -73,6 +73,8 @@ class EngineConfig:
     page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
         plentiful, but then the memory shown is not all the memory used.
     read_threads: concurrent reads of the store.
+    host_memory: on CUDA, bytes of host memory that hold experts between the SSD and the device; `auto` takes most of
+        what is free. On the CPU experts are computed from host memory, and `expert_memory` is all there is to set.
     """
 
     model: str = DEFAULT_MODEL
@@ -84,6 +86,7 @@ class EngineConfig:
     device: str = "auto"
     page_cache: bool = False
     read_threads: int = 4
+    host_memory: str | int = "auto"
 
     def __post_init__(self) -> None:
         _one_of("prefetch", self.prefetch, PREFETCH)
@@ -95,6 +98,10 @@ class EngineConfig:
             raise ConfigError(f"mode '{self.mode}' is unknown: choose from {', '.join(m.value for m in Mode)}")
         if self.expert_memory != "auto":
             parse_size(self.expert_memory, whole=1, name="expert memory")
+        if self.host_memory != "auto":
+            parse_size(self.host_memory, whole=1, name="host memory")
+            if self.device == "cpu":
+                raise ConfigError("host memory is for CUDA: on the CPU set the expert memory instead")
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,19 @@ from engine.decode.sampling import Sampler
 from engine.decode.text import TextStream, template_opens_reasoning
 from engine.errors import BusyError, ConfigError, StoreError
 from engine.forecast.gate import DemandForecast, GateLookahead
+from engine.kernels.int4 import native_packing
 from engine.memory.kv import cache_bytes
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
 from engine.model.loader import load_model
+from engine.model.resident import quantise_linears
 from engine.model.router import install, remove
 from engine.model.skeleton import find_router, load_config
 from engine.registry import resolve
 from engine.residency.build import build_tier
 from engine.stats import EngineStats
 from engine.store.layout import StoreInfo, read_info
+from engine.store.repack import repack
 
 _KV_EVERY = 32  # tokens between two measurements of the cache
 
@@ -76,12 +79,12 @@ class Engine:
         self.config = config
         self.plan = make_plan(config.model, self.info, config, self._vocabulary).require_fit()
         self._device = resolve_device(config.device)
+        if self._device.type == "cpu" and self.info.packing not in ("plain", native_packing()):
+            self.info = repack(self._path, self.info, native_packing())
         self._ledger = Ledger()
         self.tokenizer = _tokenizer(AutoTokenizer, self._path)
         self._model, self._experts = load_model(self._path, self.info, self._device)
         if config.resident == "int4":
-            from engine.model.resident import quantise_linears
-
             quantise_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
         self._routers = [find_router(self._model, path) for path in self.info.layers]
@@ -263,6 +266,10 @@ class Engine:
         self._conversation.forget()
         self._ledger.set("kv", 0)
         self._busy.release()
+
+    def restart_peak(self) -> None:
+        """Let peak active memory start from what is held now."""
+        self._ledger.reset_peak()
 
     def settle(self) -> None:
         """Wait until no expert is on its way."""

@@ -7,17 +7,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, parse_size
 from engine.kernels.expert import ExpertKernel
 from engine.memory.arena import SlotArena
-from engine.memory.plan import Plan
+from engine.memory.plan import Plan, available_memory
+from engine.residency.copy import CopyFetcher, CudaLink, Link
 from engine.residency.fetch import StoreFetcher
 from engine.residency.policy import Lfru
 from engine.residency.tier import Tier
-from engine.store.layout import EXPERTS_FILE, StoreInfo
+from engine.store.layout import StoreInfo
 from engine.store.reader import RecordReader
 
 _HALF_LIFE_TOKENS = 64  # an expert's use counts half as much this many tokens later
+_HOST_SHARE = 0.7  # of the free host memory, for the host tier below a device
 
 
 def build_tier(
@@ -27,7 +29,11 @@ def build_tier(
 
     inner: an experts module of the model, for what it does between and after the projections.
     """
-    tier = host_tier(path, info, plan.slots, config)
+    if device.type == "cuda":
+        host = host_tier(path, info, _host_slots(info, config), config, pinned=True)
+        tier = device_tier(host, plan.slots, device, CudaLink(device))
+    else:
+        tier = host_tier(path, info, plan.slots, config)
     activate = inner._apply_gate if inner.has_gate else inner.act_fn
     finish = inner.post_expert_norm if inner.has_post_expert_norm else None
     if tier.all_resident:
@@ -38,7 +44,27 @@ def build_tier(
 def host_tier(path: Path, info: StoreInfo, slots: int, config: EngineConfig, pinned: bool = False) -> Tier:
     """`slots` slots in host memory, filled from the store at `path`."""
     arena = SlotArena(slots, info.layout.record_bytes, torch.device("cpu"), pinned)
-    reader = RecordReader(path / EXPERTS_FILE, info.layout.record_bytes, config.page_cache)
+    reader = RecordReader(path / info.experts_file, info.layout.record_bytes, config.page_cache)
     fetcher = StoreFetcher(reader, arena, config.read_threads)
-    layers = len(info.layers)
-    return Tier(layers, info.experts, arena, fetcher, Lfru(layers * info.experts, _HALF_LIFE_TOKENS * layers))
+    return Tier(len(info.layers), info.experts, arena, fetcher, _policy(len(info.layers), info.experts))
+
+
+def device_tier(host: Tier, slots: int, device: torch.device, link: Link) -> Tier:
+    """`slots` slots on `device`, filled over `link` from the slots of `host`, which it owns from now on."""
+    arena = SlotArena(slots, host.arena.record_bytes, device)
+    fetcher = CopyFetcher(host, arena, link)
+    return Tier(host.layers, host.experts, arena, fetcher, _policy(host.layers, host.experts))
+
+
+def _policy(layers: int, experts: int) -> Lfru:
+    return Lfru(layers * experts, _HALF_LIFE_TOKENS * layers)
+
+
+def _host_slots(info: StoreInfo, config: EngineConfig) -> int:
+    """Host slots below a device tier: all experts where they fit in the free memory."""
+    total = len(info.layers) * info.experts
+    if config.host_memory == "auto":
+        room = int(available_memory(torch.device("cpu")) * _HOST_SHARE)
+    else:
+        room = parse_size(config.host_memory, whole=info.expert_bytes_total, name="host memory")
+    return max(2 * info.top_k, min(total, room // info.layout.record_bytes))

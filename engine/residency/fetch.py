@@ -27,6 +27,8 @@ class Fetcher(Protocol):
 
     def submit(self, key: int, slot: int, ticket: int, urgency: int) -> None: ...
 
+    def in_flight(self, slot: int) -> bool: ...
+
     def on_lease(self, slots: list[int]) -> None: ...
 
     def on_release(self, slots: list[int]) -> None: ...
@@ -90,6 +92,13 @@ class QueuedFetcher:
             heapq.heappush(self._queue, (urgency, next(self._order), key, slot, ticket))
             self._wake.notify()
 
+    def idle(self) -> None:
+        """Called by a worker that finds nothing queued."""
+
+    def in_flight(self, slot: int) -> bool:
+        """Whether a ready slot's transfer is still under way."""
+        return False
+
     def on_lease(self, slots: list[int]) -> None:
         """Nothing to order: the slot is ready before it is handed out."""
 
@@ -98,6 +107,10 @@ class QueuedFetcher:
 
     def _run(self, claim: Callable[[int, int], bool], done: Callable[[int, Exception | None], None]) -> None:
         while True:
+            with self._wake:
+                empty = not self._queue
+            if empty:
+                self.idle()
             with self._wake:
                 while not self._queue and not self._closed:
                     self._wake.wait()

@@ -34,7 +34,7 @@ class TierCounters:
 
 
 class Tier:
-    """Slots for layers x experts keys, filled by `fetcher`. One thread leases; any thread may look."""
+    """Slots for layers x experts keys, filled by `fetcher`. Safe to use from several threads."""
 
     def __init__(self, layers: int, experts: int, arena: SlotArena, fetcher: Fetcher, policy: Lfru) -> None:
         self.layers, self.experts, self.keys = layers, experts, layers * experts
@@ -153,6 +153,7 @@ class Tier:
     def _sort(self, keys: list[int]) -> tuple[list[tuple[int, int]], dict[int, int], list[int]]:
         """Count and pin `keys`: (ready (key, slot) pairs, arriving key -> slot, absent keys)."""
         ready: list[tuple[int, int]] = []
+        arriving: list[int] = []  # usable in stream order, but not there yet
         waiting: dict[int, int] = {}
         absent: list[int] = []
         for key in keys:
@@ -163,6 +164,8 @@ class Tier:
             self._users[slot] += 1
             if self._state[slot] == READY:
                 ready.append((key, slot))
+                if self.fetcher.in_flight(slot):
+                    arriving.append(key)
             else:
                 waiting[key] = slot
                 if self._state[slot] == QUEUED:
@@ -171,7 +174,7 @@ class Tier:
         if self._begun:
             missed = absent + [key for key in keys if key in self._begun and self._slot_of[key] != _NEVER]
             self._begun.clear()
-        late = [key for key in waiting if key not in missed]
+        late = [key for key in [*waiting, *arriving] if key not in missed]
         self.counters.misses += len(missed)
         self.counters.late += len(late)
         self.counters.hits += len(keys) - len(missed) - len(late)

@@ -97,6 +97,7 @@ class StoreInfo:
     source: str
     source_sha256: str  # of the source's config and shard names, sizes and headers
     crc32: tuple[int, ...] = field(default=(), repr=False)  # one a record, layer-major
+    experts_file: str = EXPERTS_FILE
     version: int = FORMAT_VERSION
 
     @property
@@ -144,7 +145,7 @@ def read_info(directory: Path) -> StoreInfo:
     fields = tuple(Field(**{**f, "shape": tuple(f["shape"])}) for f in layout["fields"])
     info = StoreInfo(**{**content, "layers": tuple(content["layers"]), "crc32": tuple(content["crc32"]),
                         "layout": RecordLayout(formats, fields, layout["record_bytes"])})  # fmt: skip
-    _check_size(directory / EXPERTS_FILE, info.expert_bytes_total, again)
+    _check_size(directory / info.experts_file, info.expert_bytes_total, again)
     _check_size(directory / RESIDENT_FILE, info.resident_bytes, again)
     return info
 
