@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--repetition-penalty", type=float, default=1.0)
     command.add_argument("--seed", type=int)
-    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply here; may be repeated")
+    command.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the reply here; may be repeated"
+    )
 
     command = add("info", _info, "describe a prepared store")
     command.add_argument("model", nargs="?", default=DEFAULT_MODEL)

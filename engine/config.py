@@ -1,4 +1,5 @@
-"""Configuration is frozen, validated where it is made, and passed as an argument: no global, no environment variable."""
+"""Configuration is frozen, validated where it is made, and passed as an argument: no global, no environment
+variable."""
 
 from __future__ import annotations
 

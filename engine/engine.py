@@ -1,4 +1,5 @@
-"""One engine holds one model and runs one generation at a time; settings change between generations without a reload."""
+"""One engine holds one model and runs one generation at a time; settings change between generations without a
+reload."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class _Request:
 
 
 def plan(config: EngineConfig) -> Plan:
-    """What `config` would use and whether it fits; nothing is loaded. Raises StoreError or ConfigError for bad names."""
+    """What `config` would use and whether it fits; nothing is loaded. Raises StoreError or ConfigError for bad
+    names."""
     path = resolve(config.model)
     info = read_info(path)
     return make_plan(config.model, info, config, _vocabulary(load_config(path)))
@@ -175,7 +177,8 @@ class Engine:
             self._ledger.set("kv", cache_bytes(self._conversation.cache))
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
-        """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses them."""
+        """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses
+        them."""
         return self.tokenizer.encode(self._render(messages), add_special_tokens=False)
 
     def opens_reasoning(self, messages: list[dict]) -> bool:
@@ -240,7 +243,8 @@ class Engine:
     def configure(
         self, *, expert_memory: str | int | None = None, prefetch: str | None = None, mode: Mode | None = None
     ) -> None:
-        """Change settings without loading the model again. Raises BusyError while generating, PlanError if it cannot fit."""
+        """Change settings without loading the model again. Raises BusyError while generating, PlanError if it cannot
+        fit."""
         changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode}
         wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
         if not self._busy.acquire(blocking=False):
@@ -293,7 +297,9 @@ class Engine:
 
     def _attach(self) -> None:
         """Build the tier the plan asks for and let the experts compute from it."""
-        self._tier, kernel = build_tier(self._path, self.info, self.plan, self.config, self._experts[0].inner, self._device)
+        self._tier, kernel = build_tier(
+            self._path, self.info, self.plan, self.config, self._experts[0].inner, self._device
+        )
         for experts in self._experts:
             experts.attach(self._tier, kernel)
         self._ledger.set("experts", self._tier.arena.bytes)
@@ -310,7 +316,9 @@ class Engine:
     def _watch(self) -> None:
         """Put the forecaster the configuration asks for in front of the routers; none where nothing can be missing."""
         if self.config.prefetch == "gate" and not self.supports_gate:
-            raise ConfigError(f"{self.info.architecture} has no router that can be asked a layer ahead: choose prefetch none")
+            raise ConfigError(
+                f"{self.info.architecture} has no router that can be asked a layer ahead: choose prefetch none"
+            )
         if self._tier.all_resident or not self.supports_gate:
             return
         forecast = GateLookahead(self._tier) if self.config.prefetch == "gate" else DemandForecast(self._tier)

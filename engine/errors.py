@@ -10,7 +10,8 @@ class ConfigError(OutriderError):
 
 
 class PlanError(OutriderError):
-    """The requested settings do not fit the memory; the message carries the numbers and the nearest setting that fits."""
+    """The requested settings do not fit the memory; the message carries the numbers and the nearest setting that
+    fits."""
 
 
 class UnsupportedModelError(OutriderError):

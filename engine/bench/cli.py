@@ -1,4 +1,5 @@
-"""`python -m engine bench NAME`: prepares what a benchmark needs in a temporary directory, runs it, saves the result."""
+"""`python -m engine bench NAME`: prepares what a benchmark needs in a temporary directory, runs it, saves the
+result."""
 
 from __future__ import annotations
 

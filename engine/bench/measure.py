@@ -1,4 +1,5 @@
-"""What every benchmark shares: timing a generation, the raw bandwidth of a file, the machine's description, the results file."""
+"""What every benchmark shares: timing a generation, the raw bandwidth of a file, the machine's description, the
+results file."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Spread:
 
 
 def generate(engine: Engine, prompt: list[int], tokens: int, warm_up: int) -> tuple[float, EngineStats]:
-    """Seconds a token over `tokens` tokens, after a warm-up generation of `warm_up` tokens, and the request's statistics.
+    """Seconds a token over `tokens` tokens, after a warm-up generation of `warm_up` tokens, and the request's
+    statistics.
 
     Both start without a conversation cache; the experts' slots stay as the warm-up left them.
     """

@@ -1,4 +1,5 @@
-"""`bench peers`: accelerate's disk offload and the engine on one checkpoint, each in its own process under one memory limit.
+"""`bench peers`: accelerate's disk offload and the engine on one checkpoint, each in its own process under one memory
+limit.
 
 The limit is a memory cgroup (version 1), so this needs root on Linux. Both processes get the same bytes; each loads the
 model itself and reports its seconds a token.
@@ -39,16 +40,20 @@ from transformers import AutoModelForCausalLM
 from engine.bench.overhead import _plain_seconds
 checkpoint, memory, tokens, offload = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = AutoModelForCausalLM.from_pretrained(
-    checkpoint, dtype="auto", device_map="auto", max_memory={"cpu": memory}, offload_folder=offload, offload_state_dict=True)
+    checkpoint, dtype="auto", device_map="auto", max_memory={"cpu": memory}, offload_folder=offload,
+    offload_state_dict=True)
 _plain_seconds(model, list(range(100, 132)), 1)
-print(json.dumps({"seconds": _plain_seconds(model, list(range(100, 132)), tokens), "rss": psutil.Process().memory_info().rss}))
+print(json.dumps({"seconds": _plain_seconds(model, list(range(100, 132)), tokens), "rss":
+psutil.Process().memory_info().rss}))
 """
 
 
 def run_peers(name: str, checkpoint: Path, store: Path, share: str, repeats: int, tokens: int) -> dict:
     """Alternate both under the same limit: interpreter + resident weights + `share` of the experts + slack."""
     if not os.access(_CGROUP, os.W_OK):
-        raise ConfigError(f"{_CGROUP} is not writable: peers are compared under a cgroup v1 memory limit, which needs root on Linux")
+        raise ConfigError(
+            f"{_CGROUP} is not writable: peers are compared under a cgroup v1 memory limit, which needs root on Linux"
+        )
     info = read_info(store)
     experts = int(float(share.rstrip("%")) / 100 * info.expert_bytes_total)
     limit = interpreter_rss() + info.resident_bytes + experts + _SLACK
@@ -85,7 +90,11 @@ def _limited(limit: int):
 def _run(group: Path, code: str, arguments: list[str]) -> dict:
     """Run `code` in a process inside `group`; its last line of output, as JSON."""
     enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-    result = subprocess.run([sys.executable, "-c", enter + code, *arguments], capture_output=True, text=True, cwd=PROJECT_DIR)
+    result = subprocess.run(
+        [sys.executable, "-c", enter + code, *arguments], capture_output=True, text=True, cwd=PROJECT_DIR
+    )
     if result.returncode:
-        raise ConfigError(f"a compared process failed: {result.stderr.strip().splitlines()[-1] if result.stderr else 'killed'}")
+        raise ConfigError(
+            f"a compared process failed: {result.stderr.strip().splitlines()[-1] if result.stderr else 'killed'}"
+        )
     return json.loads(result.stdout.splitlines()[-1])

@@ -18,7 +18,8 @@ from engine.store.layout import EXPERTS_FILE, RESIDENT_FILE, RecordLayout, Store
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformers configuration by its class's model type and the arguments that give it a published model's shape."""
+    """A transformers configuration by its class's model type and the arguments that give it a published model's
+    shape."""
 
     model_type: str
     arguments: dict
@@ -81,14 +82,20 @@ def _write_tokenizer(directory: Path, vocabulary: int) -> None:
 def _random(tensor: torch.Tensor, key: str, generator: torch.Generator) -> torch.Tensor:
     """Weights as a trained model's are scaled: rows of unit gain, norms of one."""
     if tensor.ndim < 2:
-        return torch.ones(tensor.shape, dtype=tensor.dtype) if "norm" in key else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return (
+            torch.ones(tensor.shape, dtype=tensor.dtype)
+            if "norm" in key
+            else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        )
     return torch.randn(tensor.shape, generator=generator).mul_(tensor.shape[-1] ** -0.5).to(tensor.dtype)
 
 
 def _write_records(path: Path, layout: RecordLayout, size, count: int, generator: torch.Generator) -> None:
     matrices = {n: torch.randn(s, generator=generator) * s[1] ** -0.5 for n, s in size.matrices().items()}
     template = layout.views(layout.encode({**matrices, **{n: torch.zeros(b) for n, b in size.biases().items()}}))
-    spans = [(field.offset, template[field.name].contiguous().view(torch.uint8).flatten().numpy()) for field in layout.fields]
+    spans = [
+        (field.offset, template[field.name].contiguous().view(torch.uint8).flatten().numpy()) for field in layout.fields
+    ]
     with path.open("wb") as file:
         for index in range(count):
             record = np.zeros(layout.record_bytes, dtype=np.uint8)

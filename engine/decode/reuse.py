@@ -1,12 +1,13 @@
-"""A conversation's KV cache is kept between requests, and a request reuses the part that gives the same tokens as a fresh run.
+"""A conversation's KV cache is kept between requests, and a request reuses the part that gives the same tokens as a
+fresh run.
 
 What is reused of a cache that holds the ids C, its first P of them prefilled in aligned chunks:
 - the new prompt begins with all of C (the next turn): everything, so that a turn costs its new tokens only;
 - the new prompt is the last prompt (regenerate): everything up to the prompt's end, its logits too;
-- else the common prefix, rounded down to a chunk border inside P: what follows is computed in the very chunks a fresh run
-  would use, so the rounding, and with it every greedy token, is the same.
-Layers that cannot be cropped (recurrent states, full sliding windows) are restored from copies made at the prompt's end and at
-each chunk border.
+- else the common prefix, rounded down to a chunk border inside P: what follows is computed in the very chunks a fresh
+  run would use, so the rounding, and with it every greedy token, is the same.
+Layers that cannot be cropped (recurrent states, full sliding windows) are restored from copies made at the prompt's
+end and at each chunk border.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Conversation:
         self._copies: dict[int, dict[int, object]] = {}  # position -> layer index -> copy
 
     def resume(self, prompt: list[int]) -> torch.Tensor | None:
-        """Make the cache a prefix of `prompt`. Returns the prompt's logits [1, V] when even they are known, else None."""
+        """Make the cache a prefix of `prompt`. Returns the prompt's logits [1, V] when even they are known, else
+        None."""
         if prompt == self._prompt and self._logits is not None:
             if self._rewind(len(prompt)):
                 return self._logits

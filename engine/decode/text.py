@@ -1,4 +1,5 @@
-"""Text leaves the stream only when no later token can change it: whole characters, and no beginning of a stop string."""
+"""Text leaves the stream only when no later token can change it: whole characters, and no beginning of a stop
+string."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ class TextStream:
             self.stopped = True
             text, self._held = self._held[:found], ""
             return text
-        keep = 0 if last else max((n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
+        keep = (
+            0
+            if last
+            else max((n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
+        )
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text
 

@@ -1,6 +1,8 @@
-"""Gate look-ahead asks the next layer's own router about this layer's MoE input: a forecast only, it never changes routing.
+"""Gate look-ahead asks the next layer's own router about this layer's MoE input: a forecast only, it never changes
+routing.
 
-The residual stream changes little from one layer to the next, so most of the next layer's experts are named a layer early
+The residual stream changes little from one layer to the next, so most of the next layer's experts are named a layer
+early
 and their reads run behind this layer's computation (Eliseev and Mazur, "Fast inference of MoE language models with
 offloading", 2023, section 3.2).
 """

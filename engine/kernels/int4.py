@@ -1,4 +1,5 @@
-"""A 4-bit matrix is nibbles in a named packing plus bf16 (scale, zero) pairs; every packing unpacks to the same nibbles.
+"""A 4-bit matrix is nibbles in a named packing plus bf16 (scale, zero) pairs; every packing unpacks to the same
+nibbles.
 
 A weight W [N, K] is quantised in groups of G along K: W ~ (q - 8) * scale + zero with q in 0..15. `scales_and_zeros` is
 [K / G, N, 2] bf16. Packings of q [N, K] into uint8 [N, K / 2]:

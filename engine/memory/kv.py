@@ -1,4 +1,5 @@
-"""KV memory is measured on transformers' own cache: on the meta device before loading, on the real one while running."""
+"""KV memory is measured on transformers' own cache: on the meta device before loading, on the real one while
+running."""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ class Plan:
         context = int((self.available_bytes - self.margin_bytes - others + self.kv_bytes - self.min_expert_bytes) / per_token) \
             if per_token else 0  # fmt: skip
         if context >= 256:
-            raise PlanError(need + f"lower the context to {context // 256 * 256} tokens and the expert memory to {least}")
+            raise PlanError(
+                need + f"lower the context to {context // 256 * 256} tokens and the expert memory to {least}"
+            )
         raise PlanError(need + "choose a smaller model, int4 resident weights, or a machine with more memory")
 
     def describe(self) -> str:

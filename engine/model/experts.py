@@ -1,4 +1,5 @@
-"""The drop-in for transformers' experts modules: same call, but each expert is leased from a tier and computed as it comes.
+"""The drop-in for transformers' experts modules: same call, but each expert is leased from a tier and computed as it
+comes.
 
 The outputs of a token's experts are kept apart until all are there and then added in routing order, so the result never
 depends on what was cached or which read came first.
@@ -50,14 +51,20 @@ class StreamedExperts(nn.Module):
 
     def _one_token(self, x: torch.Tensor, ids: list[int]) -> torch.Tensor:
         """x [1, H], k ids -> [1, k, H]."""
-        base, outputs = self.layer * self.experts, {}
+        base = self.layer * self.experts
         keys = list(dict.fromkeys(base + i for i in ids if i < self.experts))
+        arrived: list[int] = []
+        parts: list[torch.Tensor] = []
         for batch in self.tier.lease(keys):
-            for key, slot in batch:
-                outputs[key] = self.kernel(slot, x)
-        self.dropped += len(keys) - len(outputs)
-        nothing = None if len(keys) == len(ids) else torch.zeros_like(x)
-        return torch.stack([outputs.get(base + i, nothing) for i in ids], dim=1)
+            arrived += [key for key, _ in batch]
+            parts.append(self.kernel.for_one_token([slot for _, slot in batch], x))
+        self.dropped += len(keys) - len(arrived)
+        if len(keys) < len(ids):
+            parts.append(torch.zeros_like(x))  # the last row stands for "no expert"
+        row = {key: i for i, key in enumerate(arrived)}
+        outputs = torch.cat(parts) if len(parts) > 1 else parts[0]
+        order = [row.get(base + i, -1) for i in ids]
+        return outputs[order].unsqueeze(0)
 
     def _many_tokens(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """x [n, H], index [n, k] -> [n, k, H]; every needed expert is visited once, in one call for all its tokens."""

@@ -22,7 +22,9 @@ def load_model(directory: Path, info: StoreInfo, device: torch.device) -> tuple[
     model = build_skeleton(load_config(directory))
     modules = find_experts(model)
     if tuple(modules) != info.layers:
-        raise StoreError(f"{directory}: store.json and config.json disagree about the MoE layers; prepare the model again")
+        raise StoreError(
+            f"{directory}: store.json and config.json disagree about the MoE layers; prepare the model again"
+        )
     drop_ins = []
     for layer, (path, module) in enumerate(modules.items()):
         for name in list(module._parameters):

@@ -1,4 +1,5 @@
-"""Resident linears can be held in int4: a module that stands where a Linear stood and computes with the packed kernel."""
+"""Resident linears can be held in int4: a module that stands where a Linear stood and computes with the packed
+kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Int4Linear(nn.Module):
 
 
 def quantise_linears(model: nn.Module) -> None:
-    """Replace the large linears of `model`, one at a time. Embeddings, and output heads tied to them, stay as they are."""
+    """Replace the large linears of `model`, one at a time. Embeddings, and output heads tied to them, stay as they
+    are."""
     tied = {p.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     for path, module in list(model.named_modules()):
         if type(module) is not nn.Linear or module.weight.numel() < _LEAST or module.weight.data_ptr() in tied:

@@ -134,7 +134,8 @@ def parent_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 def find_router(model: nn.Module, experts_path: str) -> str | None:
-    """Path of the router beside an experts module (its block's `gate` or `router`), None when there is no such module."""
+    """Path of the router beside an experts module (its block's `gate` or `router`), None when there is no such
+    module."""
     block_path, _, _ = experts_path.rpartition(".")
     block = model.get_submodule(block_path)
     for name, child in block.named_children():

@@ -1,4 +1,5 @@
-"""Which tiers a configuration gets: slots in host memory read from the store; on CUDA, device slots copied from those."""
+"""Which tiers a configuration gets: slots in host memory read from the store; on CUDA, device slots copied from
+those."""
 
 from __future__ import annotations
 

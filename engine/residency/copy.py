@@ -1,4 +1,5 @@
-"""A copy fills a device slot from a host slot in stream order: after the slot's last use, before its next, with no host wait.
+"""A copy fills a device slot from a host slot in stream order: after the slot's last use, before its next, with no
+host wait.
 
 `CopyFetcher` orchestrates, a `Link` copies. On CUDA the link is a copy stream with events; on a machine without one, an
 emulated link of set bandwidth and latency runs the very same orchestration.
@@ -31,7 +32,8 @@ class Link(Protocol):
     """Copies host memory to device memory, one after another.
 
     copy: begin copying `source` to `target` (uint8, equal length) once `after` is reached; the mark of its end.
-    order_compute: whatever is computed from now on comes after `mark`. mark_compute: the end of what was computed so far.
+    order_compute: whatever is computed from now on comes after `mark`. mark_compute: the end of what was computed so
+    far.
     """
 
     name: str
@@ -92,7 +94,8 @@ class _HostMark:
 
 
 class EmulatedLink:
-    """Copies within RAM, no faster than `bandwidth` bytes a second and no sooner than `latency_s` after they are begun."""
+    """Copies within RAM, no faster than `bandwidth` bytes a second and no sooner than `latency_s` after they are
+    begun."""
 
     name = "emulated"
 
@@ -144,8 +147,8 @@ class EmulatedLink:
 class CopyFetcher(QueuedFetcher):
     """Fills the slots of a device tier from a host tier over `link`.
 
-    A device slot counts as ready as soon as its copy is under way: computation is ordered after the copy by its mark. The
-    host slot stays leased until the copy has ended. One thread, so that copies keep the order of their urgency.
+    A device slot counts as ready as soon as its copy is under way: computation is ordered after the copy by its mark.
+    The host slot stays leased until the copy has ended. One thread, so that copies keep the order of their urgency.
     """
 
     def __init__(self, host: Tier, arena: SlotArena, link: Link) -> None:

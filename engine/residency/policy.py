@@ -1,6 +1,7 @@
 """The expert that gives way is the one with the least decayed count of uses; every count decays, used or not.
 
-The score of an expert at time t is the sum over its past uses t_i of 2^(-(t - t_i) / half_life): frequency and recency in
+The score of an expert at time t is the sum over its past uses t_i of 2^(-(t - t_i) / half_life): frequency and
+recency in
 one number (Lee et al., "LRFU: a spectrum of policies", IEEE Trans. Computers 50(12), 2001, section 2). Kept as
 log2 of the sum of 2^(t_i / half_life), it needs no update for experts that are not used, and it outlives eviction.
 """

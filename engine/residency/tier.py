@@ -1,14 +1,16 @@
-"""A tier is a fixed arena of equal slots; a slot in use or loading is never a victim, and a missing expert is waited for.
+"""A tier is a fixed arena of equal slots; a slot in use or loading is never a victim, and a missing expert is waited
+for.
 
 An expert is named by its key, layer * experts + expert. A slot is free, queued or loading (a fetch is on its way), or
-ready; `users` counts the leases that hold it. Each fetch carries a ticket, so that a request that was overtaken or given
-up is recognised. Time is counted in leases: one MoE layer visited is one step.
+ready; `users` counts the leases that hold it. Each fetch carries a ticket, so that a request that was overtaken or
+given up is recognised. Time is counted in leases: one MoE layer visited is one step.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -45,10 +47,16 @@ class Tier:
         self._changed = threading.Condition(self._lock)
         self._slot_of = [_NEVER] * self.keys
         self._key_of = np.full(arena.slots, _NEVER)
-        self._state = np.full(arena.slots, FREE, dtype=np.uint8)
-        self._users = np.zeros(arena.slots, dtype=np.int32)
+        # Read and written one by one on every visit, where plain sequences are fastest; searched as arrays for a
+        # victim.
+        self._state = bytearray(arena.slots)
+        self._users = array("i", bytes(4 * arena.slots))
+        self._states = np.frombuffer(self._state, dtype=np.uint8)
+        self._user_counts = np.frombuffer(self._users, dtype=np.int32)
         self._ticket = [0] * arena.slots
-        self._deadline = np.full(arena.slots, _NEVER, dtype=np.int64)  # forecast for this step: protected till it is over
+        self._deadline = np.full(
+            arena.slots, _NEVER, dtype=np.int64
+        )  # forecast for this step: protected till it is over
         self._free = list(range(arena.slots - 1, -1, -1))
         self._begun: set[int] = set()  # absent when their routing became known: misses, however soon they arrive
         self._failed: dict[int, Exception] = {}
@@ -78,7 +86,8 @@ class Tier:
                     yield batch
                     self.fetcher.on_release(slots)
                     with self._lock:
-                        self._users[slots] -= 1
+                        for slot in slots:
+                            self._users[slot] -= 1
                         held = {}
                         self._start(absent, waiting)
                 if not waiting and not absent:
@@ -120,17 +129,18 @@ class Tier:
     def settle(self) -> None:
         """Wait until no fetch is queued or under way."""
         with self._changed:
-            while np.any((self._state == QUEUED) | (self._state == LOADING)):
+            while np.any((self._states == QUEUED) | (self._states == LOADING)):
                 self._changed.wait()
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def residency(self) -> np.ndarray:
-        """uint8 [layers, experts]: ABSENT, RESIDENT, IN_FLIGHT; for experts of each layer's last visit HIT or MISSED."""
+        """uint8 [layers, experts]: ABSENT, RESIDENT, IN_FLIGHT; for experts of each layer's last visit HIT or
+        MISSED."""
         with self._lock:
             state = np.zeros(self.keys, dtype=np.uint8)
-            state[self._key_of[self._state == READY]] = RESIDENT
-            state[self._key_of[(self._state == QUEUED) | (self._state == LOADING)]] = IN_FLIGHT
+            state[self._key_of[self._states == READY]] = RESIDENT
+            state[self._key_of[(self._states == QUEUED) | (self._states == LOADING)]] = IN_FLIGHT
             used, missed = self._used_at.copy(), self._missed_at.copy()
         shape = (self.layers, self.experts)
         state, used, missed = state.reshape(shape), used.reshape(shape), missed.reshape(shape)
@@ -199,10 +209,11 @@ class Tier:
             absent.pop(0)
 
     def _take_slot(self, demand: bool) -> int | None:
-        """A free slot, else a victim's: the least used unprotected one; for a demand, then the one forecast furthest off."""
+        """A free slot, else a victim's: the least used unprotected one; for a demand, then the one forecast furthest
+        off."""
         if self._free:
             return self._free.pop()
-        candidates = np.flatnonzero((self._state == READY) & (self._users == 0))
+        candidates = np.flatnonzero((self._states == READY) & (self._user_counts == 0))
         unprotected = candidates[self._deadline[candidates] < self.clock]
         if unprotected.size:
             slot = self.policy.victim(unprotected, self._key_of)

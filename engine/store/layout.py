@@ -1,9 +1,10 @@
-"""A store is a directory whose `store.json` says exactly where every byte of every expert lies, and proves itself intact.
+"""A store is a directory whose `store.json` says exactly where every byte of every expert lies, and proves itself
+intact.
 
-    store.json            format version, model shape, record layout, provenance, its own checksum
-    experts.bin           one record an expert, layer-major, each starting at a multiple of 4096 bytes
-    resident.safetensors  every tensor that is not a routed expert
-    config.json, tokenizer files, chat template, generation_config.json as in the source
+store.json            format version, model shape, record layout, provenance, its own checksum
+experts.bin           one record an expert, layer-major, each starting at a multiple of 4096 bytes
+resident.safetensors  every tensor that is not a routed expert
+config.json, tokenizer files, chat template, generation_config.json as in the source
 """
 
 from __future__ import annotations

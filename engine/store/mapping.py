@@ -66,7 +66,8 @@ class Unit:
                     yield from keys
 
     def build(self, model: nn.Module, shape: ExpertsShape, read: Reader) -> dict[str, torch.Tensor]:
-        """Read and convert: for a resident unit, model tensor name -> tensor; for an expert, matrix name -> [out, in]."""
+        """Read and convert: for a resident unit, model tensor name -> tensor; for an expert, matrix name -> [out,
+        in]."""
         built: dict[str, torch.Tensor] = {}
         for recipe in self.recipes:
             if self.expert is None:

@@ -46,7 +46,8 @@ class RecordReader:
         return descriptor
 
     def read_into(self, index: int, target: memoryview) -> None:
-        """Fill `target` (record_bytes long, page-aligned) with record `index`. Raises ReadError naming file and offset."""
+        """Fill `target` (record_bytes long, page-aligned) with record `index`. Raises ReadError naming file and
+        offset."""
         offset = index * self.record_bytes
         try:
             done = self._read(offset, target)

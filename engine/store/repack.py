@@ -1,4 +1,5 @@
-"""A store packed for another processor is repacked, never misread: the new file is complete before `store.json` names it."""
+"""A store packed for another processor is repacked, never misread: the new file is complete before `store.json` names
+it."""
 
 from __future__ import annotations
 

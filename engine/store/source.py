@@ -1,4 +1,5 @@
-"""A checkpoint source hands out safetensors shards one at a time, so that preparing needs no whole checkpoint at once."""
+"""A checkpoint source hands out safetensors shards one at a time, so that preparing needs no whole checkpoint at
+once."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, dict]:
-    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file. Raises SourceError when it is none or truncated."""
+    """Tensor name -> {dtype, shape, data_offsets} of a safetensors file. Raises SourceError when it is none or
+    truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -108,13 +110,17 @@ def open_source(source: str | Path) -> Source:
         if path.suffix == ".gguf":
             check_gguf(path)
             raise SourceError(f"{path}: GGUF checkpoints cannot be prepared; use the model's safetensors checkpoint")
-        raise SourceError(f"{path} is a file; give the directory of a Hugging Face checkpoint or a hub id like org/name")
+        raise SourceError(
+            f"{path} is a file; give the directory of a Hugging Face checkpoint or a hub id like org/name"
+        )
     text = str(source)
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and "\\" not in text:
         from engine.store.hub import HubSource  # imports huggingface_hub, not needed for local checkpoints
 
         return HubSource(text)
-    raise SourceError(f"{path} does not exist; give the directory of a Hugging Face checkpoint or a hub id like org/name")
+    raise SourceError(
+        f"{path} does not exist; give the directory of a Hugging Face checkpoint or a hub id like org/name"
+    )
 
 
 def check_gguf(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Preparing never loses what exists: it fills `DESTINATION.partial`, journals each finished unit, and renames at the end."""
+"""Preparing never loses what exists: it fills `DESTINATION.partial`, journals each finished unit, and renames at the
+end."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def _existing(destination: Path, mark: str, experts: str) -> Path:
 
 
 def _write_units(work, source, model, shape, units, shards, info, header, journal, report, cancel) -> None:
-    """Write every unit that the journal does not vouch for, opening each shard once and releasing it after its last use."""
+    """Write every unit that the journal does not vouch for, opening each shard once and releasing it after its last
+    use."""
     names = {name: i for i, name in enumerate(source.shards)}
     needs = {unit.name: sorted({names[shards[key]] for key in unit.keys(shape.experts)}) for unit in units}
     left = [unit for unit in units if unit.name not in journal.records]
