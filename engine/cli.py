@@ -97,7 +97,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% of the experts' bytes, or auto")
     command.add_argument("--context", type=int, default=defaults.context, help="tokens of prompt and reply to plan for")
     command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
-    command.add_argument("--prefetch", choices=PREFETCH, default=defaults.prefetch)
+    command.add_argument("--prefetch", choices=("auto", *PREFETCH), default=defaults.prefetch)
     command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     command.add_argument("--read-threads", type=int, default=defaults.read_threads)

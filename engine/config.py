@@ -68,7 +68,8 @@ class EngineConfig:
     expert_memory: bytes for expert slots: `64MiB`, `1.5GiB`, `25%` of the experts' bytes, or `auto` (what the plan
         finds free, at most all experts).
     context: the longest prompt + reply, in tokens, that the plan reserves KV memory for.
-    prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand. Both give the same tokens.
+    prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand; both give the same tokens. `auto`
+        is `gate` where the architecture allows it.
     resident: `native` keeps non-expert weights in the checkpoint's dtype, `int4` quantises the large linears.
     device: `auto`, `cpu` or `cuda`.
     page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
@@ -82,7 +83,7 @@ class EngineConfig:
     expert_memory: str | int = "auto"
     context: int = 4096
     mode: Mode = Mode.ON_DEMAND
-    prefetch: str = "gate"
+    prefetch: str = "auto"
     resident: str = "native"
     device: str = "auto"
     page_cache: bool = False
@@ -90,7 +91,7 @@ class EngineConfig:
     host_memory: str | int = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("prefetch", self.prefetch, PREFETCH)
+        _one_of("prefetch", self.prefetch, ("auto", *PREFETCH))
         _one_of("resident", self.resident, RESIDENT)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _at_least("context", self.context, 16)

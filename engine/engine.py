@@ -20,7 +20,6 @@ from engine.decode.text import TextStream, template_opens_reasoning
 from engine.errors import BusyError, ConfigError, StoreError
 from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.kernels.int4 import native_packing
-from engine.memory.kv import cache_bytes
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
 from engine.model.loader import load_model
@@ -95,7 +94,9 @@ class Engine:
         self._busy = threading.Lock()
         self._tier = None
         self._request = _Request(0, time.perf_counter())
-        self._attach()
+        self.config = self._resolve_prefetch(config)
+        self._attach(self.config, self.plan)
+        self._watch()
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -135,51 +136,48 @@ class Engine:
         text = TextStream(self.tokenizer, generation.stop)
         whole = False  # whether the cache is known to be whole: an error inside a forward leaves some layers ahead
         try:
-            with torch.inference_mode():
-                logits = prefill(self._model, self._conversation, prompt, stop, self._on_forward)
-                request.prefill_done = time.perf_counter()
-                self._ledger.set("kv", cache_bytes(self._conversation.cache))
-                sampler = Sampler(generation, self._device)
-                tokens = decode(self._model, self._conversation, logits, sampler, list(prompt), self._on_forward)
-                for token in tokens:
-                    request.last = time.perf_counter()
-                    request.first = request.first or request.last
-                    request.tokens += 1
-                    reason = "stop" if token in self._end_ids else None
-                    piece = "" if reason else text.push(token)
-                    if text.stopped:
-                        reason = "stop"
-                    elif reason is None and request.tokens >= limit:
-                        reason = "length"
-                    elif reason is None and stop.is_set():
-                        reason = "stopped"
-                    if reason:
-                        piece += text.finish()
-                    whole = True
-                    yield Chunk(piece, (token,), reason)
-                    if reason:
-                        return
-                    whole = False
+            logits, request.reused = prefill(self._model, self._conversation, prompt, stop, self._on_forward)
+            request.prefill_done = time.perf_counter()
+            self._ledger.set("kv", self._conversation.bytes())
+            sampler = Sampler(generation, self._device)
+            tokens = decode(self._model, self._conversation, logits, sampler, list(prompt), self._on_forward)
+            for token in tokens:
+                request.last = time.perf_counter()
+                request.first = request.first or request.last
+                request.tokens += 1
+                reason = "stop" if token in self._end_ids else None
+                piece = "" if reason else text.push(token)
+                if text.stopped:
+                    reason = "stop"
+                elif reason is None and request.tokens >= limit:
+                    reason = "length"
+                elif reason is None and stop.is_set():
+                    reason = "stopped"
+                if reason:
+                    piece += text.finish()
+                whole = True
+                yield Chunk(piece, (token,), reason)
+                if reason:
+                    return
+                whole = False
         except Stopped:
             whole = True
             yield Chunk("", (), "stopped")
         finally:
             if not whole:
                 self._conversation.forget()
-            self._ledger.set("kv", cache_bytes(self._conversation.cache))
+            self._ledger.set("kv", self._conversation.bytes())
 
     def _on_forward(self, tokens: int) -> None:
-        request = self._request
-        if request.prefill_done is None and request.reused == 0:
-            request.reused = len(self._conversation.ids)
         self._ledger.set("scratch", scratch_bytes(self.info, tokens, self._vocabulary))
-        if request.tokens % _KV_EVERY == 0:
-            self._ledger.set("kv", cache_bytes(self._conversation.cache))
+        if self._request.tokens % _KV_EVERY == 0:
+            self._ledger.set("kv", self._conversation.bytes())
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses
         them."""
-        return self.tokenizer.encode(self._render(messages), add_special_tokens=False)
+        plain = self.tokenizer.chat_template is None  # a template writes its special tokens itself
+        return self.tokenizer.encode(self._render(messages), add_special_tokens=plain)
 
     def opens_reasoning(self, messages: list[dict]) -> bool:
         """Whether the chat template itself opens the reasoning, so that the reply starts inside it."""
@@ -251,15 +249,14 @@ class Engine:
             raise BusyError("the engine is generating: change settings when it has ended")
         try:
             free = available_memory(self._device) + self._ledger.active
+            wanted = self._resolve_prefetch(wanted)
             new = make_plan(wanted.model, self.info, wanted, self._vocabulary, available=free).require_fit()
-            resized = new.slots != self.plan.slots
             self._unwatch()
-            self.config, self.plan = wanted, new
-            if resized:
+            if new.slots != self.plan.slots:
                 self._detach()
-                self._attach()
-            else:
-                self._watch()
+                self._attach(wanted, new)
+            self.config, self.plan = wanted, new
+            self._watch()
         finally:
             self._busy.release()
 
@@ -295,16 +292,13 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        """Build the tier the plan asks for and let the experts compute from it."""
-        self._tier, kernel = build_tier(
-            self._path, self.info, self.plan, self.config, self._experts[0].inner, self._device
-        )
+    def _attach(self, config: EngineConfig, plan: Plan) -> None:
+        """Build the tier a plan asks for and let the experts compute from it."""
+        self._tier, kernel = build_tier(self._path, self.info, plan, config, self._experts[0].inner, self._device)
         for experts in self._experts:
             experts.attach(self._tier, kernel)
         self._ledger.set("experts", self._tier.arena.bytes)
         self._reset_counters()
-        self._watch()
 
     def _detach(self) -> None:
         for experts in self._experts:
@@ -313,12 +307,16 @@ class Engine:
         self._tier = None
         self._ledger.set("experts", 0)
 
+    def _resolve_prefetch(self, config: EngineConfig) -> EngineConfig:
+        """`config` with `auto` decided. Raises ConfigError where gate look-ahead is asked for and cannot be."""
+        if config.prefetch == "auto":
+            return replace(config, prefetch="gate" if self.supports_gate else "none")
+        if config.prefetch == "gate" and not self.supports_gate:
+            raise ConfigError(f"{self.info.architecture} has no router to ask a layer ahead: choose prefetch none")
+        return config
+
     def _watch(self) -> None:
-        """Put the forecaster the configuration asks for in front of the routers; none where nothing can be missing."""
-        if self.config.prefetch == "gate" and not self.supports_gate:
-            raise ConfigError(
-                f"{self.info.architecture} has no router that can be asked a layer ahead: choose prefetch none"
-            )
+        """Put the configured forecaster in front of the routers; none where nothing can be missing."""
         if self._tier.all_resident or not self.supports_gate:
             return
         forecast = GateLookahead(self._tier) if self.config.prefetch == "gate" else DemandForecast(self._tier)

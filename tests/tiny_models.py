@@ -53,15 +53,20 @@ def tiny_config(kind: str):
 def write_checkpoint(kind: str, directory: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
     """Write a tiny random checkpoint of architecture `kind` and return its directory.
 
-    All parameters are random, routers' and biases' too (transformers starts many at zero, which would hide a mistake).
+    All parameters are random, routers' and biases' too (transformers starts many at zero, which would hide a mistake),
+    and all are bf16 numbers whatever `dtype` they are saved in: a bf16 store of the checkpoint is exact.
     """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+    return save_random(AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32), directory, dtype)
+
+
+def save_random(model, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Give `model` random bf16 numbers for weights and save it, with a tokenizer, as a checkpoint in `directory`."""
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers(remove_duplicate=True)]:
-            if not tensor.is_floating_point() or name not in model.state_dict():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point() or name.endswith("balancing_biases"):  # zaya's last one is fixed
                 continue
             if tensor.ndim > 1:
                 tensor.normal_(0, tensor.shape[-1] ** -0.5)
@@ -69,7 +74,7 @@ def write_checkpoint(kind: str, directory: Path, dtype: torch.dtype = torch.bflo
                 tensor.uniform_(0.8, 1.2)
             else:
                 tensor.uniform_(-0.2, 0.2)
-    model.to(dtype).save_pretrained(directory)
+    model.to(torch.bfloat16).to(dtype).save_pretrained(directory)
     write_tokenizer(directory)
     return directory
 

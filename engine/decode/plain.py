@@ -16,8 +16,12 @@ class Stopped(Exception):  # noqa: N818 - not an error: the person asked for it
     """The request was stopped during prefill."""
 
 
+@torch.inference_mode()
 def forward(model: nn.Module, conversation: Conversation, ids: list[int]) -> torch.Tensor:
-    """Run `ids` on top of the cache; logits [1, V] of the last one."""
+    """Run `ids` on top of the cache; logits [1, V] of the last one.
+
+    Inference mode is entered here and not around a loop: a generator would carry it into its consumer's code.
+    """
     device = next(model.parameters()).device
     output = model(
         input_ids=torch.tensor([ids], device=device), cache=conversation.cache, use_cache=True, logits_to_keep=1
@@ -31,12 +35,13 @@ def prefill(
     prompt: list[int],
     stop: threading.Event,
     on_forward: Callable[[int], None],
-) -> torch.Tensor:
-    """Bring the cache to the whole prompt, reusing what it may; logits [1, V] of the last prompt token.
+) -> tuple[torch.Tensor, int]:
+    """Bring the cache to the whole prompt: (logits [1, V] of its last token, tokens that were reused).
 
     on_forward(n) is called before each forward of n tokens. Raises Stopped between chunks once `stop` is set.
     """
     logits = conversation.resume(prompt)
+    reused = len(conversation.ids)
     if logits is None:
         for piece in conversation.pieces(prompt):
             if stop.is_set():
@@ -45,7 +50,7 @@ def prefill(
             logits = forward(model, conversation, piece)
             conversation.append(piece, prefill=True)
         conversation.prompt_done(prompt, logits)
-    return logits
+    return logits, reused
 
 
 def decode(

@@ -16,6 +16,8 @@ import copy
 
 import torch
 
+from engine.memory.kv import cache_bytes, layer_bytes
+
 
 class Conversation:
     """The cache of the last request and what it holds. `chunk`: prefill chunk length in tokens."""
@@ -70,6 +72,12 @@ class Conversation:
             self.aligned = len(self.ids)
         if prefill and len(self.ids) % self.chunk == 0:
             self._keep_copy()
+
+    def bytes(self) -> int:
+        """Bytes of the cache and of the copies."""
+        return cache_bytes(self.cache) + sum(
+            layer_bytes(layer) for layers in self._copies.values() for layer in layers.values()
+        )
 
     def prompt_done(self, prompt: list[int], logits: torch.Tensor) -> None:
         """The whole prompt is in the cache and gave `logits` [1, V]."""

@@ -43,6 +43,7 @@ class Sampler:
         """logits [1, V] -> probabilities [1, V] fp32 after all filters."""
         return torch.softmax(self._scores(logits, history), dim=-1)
 
+    @torch.inference_mode()
     def choose(self, logits: torch.Tensor, history: list[int]) -> int:
         """The next token id for logits [1, V]; `history` holds all token ids before it."""
         if self.greedy:

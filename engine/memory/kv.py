@@ -11,7 +11,12 @@ from torch import nn
 
 def cache_bytes(cache) -> int:
     """Bytes of all tensors a transformers Cache holds."""
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in _tensors(vars(layer)))
+    return sum(layer_bytes(layer) for layer in cache.layers)
+
+
+def layer_bytes(layer) -> int:
+    """Bytes of all tensors of one layer of a transformers Cache."""
+    return sum(t.numel() * t.element_size() for t in _tensors(vars(layer)))
 
 
 def _tensors(values: dict):

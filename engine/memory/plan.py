@@ -13,6 +13,10 @@ from engine.errors import PlanError
 from engine.store.layout import StoreInfo
 
 _SCRATCH_LIMIT = 96 * 2**20  # what one prefill chunk's expert activations may take
+_CGROUP_FILES = (  # a limit and what is used of it, in cgroup versions 2 and 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 _MARGIN = 256 * 2**20  # left free beside everything planned: allocator slack, the app, the reader's buffers
 
 
@@ -84,7 +88,7 @@ def make_plan(name: str, info: StoreInfo, config: EngineConfig, vocabulary: int,
     device = resolve_device(config.device)
     available = available_memory(device) if available is None else available
     total = info.expert_bytes_total
-    kv = info.kv_bytes_fixed + info.kv_bytes_per_token * config.context
+    kv = 3 * info.kv_bytes_fixed + info.kv_bytes_per_token * config.context  # recurrent states are also kept in two copies
     scratch = scratch_bytes(info, prefill_chunk(info), vocabulary)
     resident = info.resident_bytes
     least = info.top_k * info.layout.record_bytes
@@ -152,11 +156,10 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [psutil.virtual_memory().available]
-    for limit, usage in (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-                         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")):  # fmt: skip
-        bounds = [_number(Path(limit)), _number(Path(usage))]
-        if None not in bounds and bounds[0] < 2**60:
-            limits.append(max(0, bounds[0] - bounds[1]))
+    for limit, usage in _CGROUP_FILES:
+        most, used = _number(Path(limit)), _number(Path(usage))
+        if most is not None and used is not None and most < 2**60:
+            limits.append(max(0, most - used))
     return min(limits)
 
 

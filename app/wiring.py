@@ -1,0 +1,353 @@
+"""What happens when something is clicked: each handler changes the tab or the desk, then shows what is so now."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from app import export, panels
+from app.desk import Desk, with_changes
+from app.history import Archive
+from app.models import Preparing, about, choices, progress_html
+from app.session import Replies, ReplyError, Tab, shown, turn_of
+from app.ui import MIB, Page
+
+_DOWNLOAD = """(file) => {
+  if (!file) return;
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([file.text], {type: file.type}));
+  link.download = file.name;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}"""
+_REMEMBER = "(id) => { sessionStorage.setItem('outrider-conversation', id); }"
+_REMEMBERED = "() => [sessionStorage.getItem('outrider-conversation') ?? '']"
+_QUICK = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+_STREAM = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private",
+           "trigger_mode": "multiple"}  # fmt: skip
+
+
+@dataclass
+class Wiring:
+    """Connects `page` to what it works on."""
+
+    backend: Any
+    desk: Desk
+    archive: Archive
+    preparing: Preparing
+    page: Page
+
+    def __post_init__(self) -> None:
+        self.replies = Replies(self.desk)
+
+    def connect(self, blocks: gr.Blocks) -> None:
+        p = self.page
+        view = [p.chat, p.box, p.notice, p.listing, p.current]
+        talk = [p.tab, p.system, *p.sampling]
+        blocks.load(self.open, [p.current], [p.tab, p.system, *view], js=_REMEMBERED, **_QUICK)
+        blocks.load(self.refresh, None, self._settings, **_QUICK)
+        blocks.unload(self.close)
+        p.current.change(None, [p.current], None, js=_REMEMBER, **_QUICK)
+        p.header.refresh(self.refresh, None, self._settings, **_QUICK)
+
+        p.box.submit(self.send, [p.box, *talk], view, **_STREAM)
+        p.chat.example_select(self.send_example, talk, view, **_STREAM)
+        p.chat.retry(self.again, talk, view, **_STREAM)
+        p.chat.edit(self.edit, talk, view, **_STREAM)
+        p.box.stop(self.stop, None, None, **_QUICK)
+
+        p.new.click(self.new, [p.tab, p.system], view, **_QUICK)
+        p.listing.pick(self.pick, [p.tab], [p.system, *view], **_QUICK)
+        p.listing.remove(self.remove, [p.tab, p.system], view, **_QUICK)
+        p.system.blur(self.set_system, [p.tab, p.system], None, **_QUICK)
+        for button, kind in ((p.save_markdown, "md"), (p.save_json, "json")):
+            button.click(self._exporter(kind), [p.tab], [p.exported, p.notice], **_QUICK).then(
+                None, [p.exported], None, js=_DOWNLOAD)  # fmt: skip
+
+        setting = [p.offload_notice]
+        p.memory.release(self.set_memory, [p.memory], setting, **_STREAM)
+        p.prefetch.input(self.set_prefetch, [p.prefetch], setting, **_STREAM)
+        p.mode.input(self.set_mode, [p.mode], setting, **_STREAM)
+        p.model.input(lambda name: about(self.backend, name), [p.model], [p.about], **_QUICK)
+        p.load.click(self.load, [p.model, p.context], [p.model_notice], **_STREAM)
+        if p.prepare is not None:
+            job = [p.job, p.prepare, p.cancel, p.model]
+            p.prepare.click(self.prepare, [p.source, p.experts], job, **_STREAM)
+            p.cancel.click(self.preparing.cancel, None, None, **_QUICK)
+            blocks.load(self.follow_job, None, job, **_STREAM)
+
+    # The page itself -----------------------------------------------------------------------------------------------
+
+    async def open(self, current: str, request: gr.Request) -> tuple:
+        """A new page: the conversation this browser tab had before it was reloaded, else an empty one."""
+        await self.replies.settled(current)
+        history = self.archive.of(request.username)
+        tab = Tab(history, owns_history=self.archive.is_passing(request.username))
+        if current:
+            tab.open(current)
+        return (tab, tab.conversation.system, *self._view(tab, box="", notice=history.notice))
+
+    def close(self, request: gr.Request) -> None:
+        self.replies.stop(request.session_hash)
+
+    @property
+    def _settings(self) -> list:
+        p = self.page
+        return [p.memory, p.prefetch, p.mode, p.plan, p.why, p.model, p.context, p.about]
+
+    def refresh(self) -> tuple:
+        """The engine's settings as they are, for the controls that show them."""
+        engine = self.desk.engine
+        models = gr.update(choices=choices(self.backend))
+        if engine is None:
+            return gr.update(interactive=False), gr.skip(), gr.skip(), panels.plan_bar(None), "", models, gr.skip(), ""
+        plan, config = engine.plan, engine.config
+        least, most = -(-plan.min_expert_bytes // MIB), -(-plan.max_expert_bytes // MIB)
+        memory = gr.update(minimum=least, maximum=max(most, least + 1), interactive=most > least,
+                           value=min(max(round(plan.expert_budget_bytes / MIB), least), most))  # fmt: skip
+        prefetch = gr.update(value=config.prefetch, interactive=engine.supports_gate)
+        models = gr.update(choices=choices(self.backend, config.model), value=config.model)
+        return (memory, prefetch, config.mode.value, panels.plan_bar(plan), panels.where_experts_are(plan), models,
+                config.context, about(self.backend, config.model))  # fmt: skip
+
+    def _view(self, tab: Tab, waiting: str = "", box: Any = None, notice: Any = None, listing: bool = True) -> tuple:
+        """(chat, box, notice, listing, current) for what `tab` shows; what is None stays as it is on the page."""
+        return (
+            shown(tab, self.backend.split_reasoning, waiting),
+            self._box(tab, box),
+            gr.skip() if notice is None else notice_html(notice),
+            listing_html(tab) if listing else gr.skip(),
+            tab.conversation.id,
+        )
+
+    @staticmethod
+    def _box(tab: Tab, text: str | None) -> Any:
+        writing = tab.writing is not None
+        update = {"submit_btn": not writing, "stop_btn": writing}
+        return gr.update(**update) if text is None else gr.update(value=text, **update)
+
+    # Talking -------------------------------------------------------------------------------------------------------
+
+    async def send(self, request: gr.Request, text: str, tab: Tab | None, system: str, *sampling: Any) -> AsyncIterator:
+        if not (text and text.strip()):
+            yield self._unchanged()
+            return
+        refusal, generation = self._prepare_turn(tab, sampling)
+        if refusal:
+            yield self._unchanged(refusal)
+            return
+        tab.conversation.system = system
+        tab.say(text.strip())
+        async for view in self._write(tab, generation, request, box=""):
+            yield view
+
+    async def send_example(self, request: gr.Request, chosen: gr.SelectData, *talk: Any) -> AsyncIterator:
+        async for view in self.send(request, chosen.value["text"], *talk):
+            yield view
+
+    async def again(self, request: gr.Request, chosen: gr.RetryData, *talk: Any) -> AsyncIterator:
+        async for view in self._retake(request, None, chosen.index, *talk):
+            yield view
+
+    async def edit(self, request: gr.Request, changed: gr.EditData, *talk: Any) -> AsyncIterator:
+        async for view in self._retake(request, changed.value, changed.index, *talk):
+            yield view
+
+    async def _retake(self, request: gr.Request, text: str | None, index: Any, tab: Tab | None, system: str,
+                      *sampling: Any) -> AsyncIterator:  # fmt: skip
+        """Say the user's turn at or before the chatbot's message `index` again, as `text` if that is given."""
+        refusal, generation = self._prepare_turn(tab, sampling)
+        if refusal:
+            yield self._view(tab, notice=refusal) if tab else self._unchanged(refusal)
+            return
+        before = tab.take_back(turn_of(tab, self.backend.split_reasoning, index))
+        tab.conversation.system = system
+        tab.say((text or before).strip())
+        async for view in self._write(tab, generation, request):
+            yield view
+
+    def _prepare_turn(self, tab: Tab | None, sampling: tuple) -> tuple[str, Any]:
+        """(why a reply cannot be asked for now, the generation settings)."""
+        if tab is None:
+            return "The page is still opening: try again in a moment.", None
+        if tab.writing is not None:
+            return f"A reply is being written in “{tab.writing[1].title}”: wait for it or stop it.", None
+        try:
+            return "", generation_config(self.backend, *sampling)
+        except self.backend.OutriderError as error:
+            return str(error), None
+
+    async def _write(self, tab: Tab, generation: Any, request: gr.Request, box: str | None = None) -> AsyncIterator:
+        conversation, notice, saved = tab.conversation, "", conversation_key(tab)
+        first = True
+        try:
+            async for waiting in self.replies.write(tab, request.session_hash, generation):
+                if tab.conversation is conversation:
+                    yield self._view(tab, waiting, box if first else None, "" if first else None, listing=first)
+                elif first or saved != conversation_key(tab):
+                    yield (gr.skip(), self._box(tab, None), gr.skip(), listing_html(tab), gr.skip())
+                first, saved = False, conversation_key(tab)
+        except ReplyError as error:
+            notice = f"{error} — What you wrote is kept; the arrow below it asks again."
+        if tab.conversation is conversation:
+            yield self._view(tab, notice=notice)
+        else:
+            yield (gr.skip(), self._box(tab, None), notice_html(notice), listing_html(tab), gr.skip())
+
+    def stop(self, request: gr.Request) -> None:
+        self.replies.stop(request.session_hash)
+
+    @staticmethod
+    def _unchanged(notice: str = "") -> tuple:
+        return gr.skip(), gr.skip(), notice_html(notice), gr.skip(), gr.skip()
+
+    # Conversations -------------------------------------------------------------------------------------------------
+
+    def new(self, tab: Tab, system: str) -> tuple:
+        tab.new(system)
+        return self._view(tab, notice="")
+
+    def pick(self, tab: Tab, chosen: gr.EventData) -> tuple:
+        notice = "" if tab.open(chosen.id) else "This conversation was deleted in another tab."
+        return (tab.conversation.system, *self._view(tab, notice=notice))
+
+    def remove(self, tab: Tab, system: str, chosen: gr.EventData) -> tuple:
+        if tab.writing is not None and tab.writing[1].id == chosen.id:
+            return self._unchanged("Its reply is still being written: stop it first.")
+        tab.history.delete(chosen.id)
+        if tab.conversation.id == chosen.id:
+            tab.new(system)
+        return self._view(tab, notice="")
+
+    def set_system(self, tab: Tab, system: str) -> None:
+        if tab is not None and tab.conversation.system != system:
+            tab.conversation.system = system
+            if tab.conversation.messages:
+                tab.history.save(tab.conversation)
+
+    def _exporter(self, kind: str) -> Any:
+        write, mime = (export.to_markdown, "text/markdown") if kind == "md" else (export.to_json, "application/json")
+
+        def exported(tab: Tab) -> tuple:
+            if not tab.conversation.messages:
+                return None, notice_html("There is nothing to export yet.")
+            conversation = tab.conversation
+            return {"name": export.file_name(conversation, kind), "text": write(conversation), "type": mime}, ""
+
+        return exported
+
+    # The engine ----------------------------------------------------------------------------------------------------
+
+    async def set_memory(self, mebibytes: float) -> AsyncIterator:
+        engine = self.desk.engine
+        # The slider moves in whole MiB; its ends are the plan's exact limits.
+        limits = (engine.plan.min_expert_bytes, engine.plan.max_expert_bytes) if engine else (0, 0)
+        wanted = min(max(int(mebibytes) * MIB, limits[0]), limits[1])
+        async for note in self._configure(expert_memory=wanted):
+            yield note
+
+    async def set_prefetch(self, prefetch: str) -> AsyncIterator:
+        async for note in self._configure(prefetch=prefetch):
+            yield note
+
+    async def set_mode(self, mode: str) -> AsyncIterator:
+        async for note in self._configure(mode=self.backend.Mode(mode)):
+            yield note
+
+    async def _configure(self, **changes: Any) -> AsyncIterator:
+        ticket = self.desk.configure(**changes)
+        if self.desk.turn is not None:
+            yield note_html("In force after the present reply.")
+        while not ticket.done.is_set():
+            await asyncio.sleep(0.05)
+        if ticket.error:
+            self.desk.version += 1  # the control goes back to what is in force
+        yield note_html(ticket.error, bad=True)
+
+    async def load(self, model: str, context: float) -> AsyncIterator:
+        if not model:
+            yield note_html("Choose a model first.", bad=True)
+            return
+        engine = self.desk.engine
+        base = engine.config if engine is not None else self.backend.EngineConfig()
+        try:
+            config = with_changes(base, model=model, context=int(context or 0), expert_memory="auto")
+        except self.backend.OutriderError as error:
+            yield note_html(str(error), bad=True)
+            return
+        ticket = self.desk.load(config)
+        while not ticket.done.is_set():
+            yield note_html("Waiting for the present reply." if not ticket.started else self.desk.status.detail)
+            await asyncio.sleep(0.3)
+        yield note_html(ticket.error, bad=True)
+
+    async def prepare(self, source: str, experts: str) -> AsyncIterator:
+        refusal = self.preparing.start(source or "", experts)
+        if refusal:
+            yield note_html(refusal, bad=True), gr.skip(), gr.skip(), gr.skip()
+            return
+        async for view in self.follow_job():
+            yield view
+
+    async def follow_job(self) -> AsyncIterator:
+        """Show how far preparing is until it ends; a page that is opened meanwhile joins in."""
+        began = time.monotonic()
+        while self.preparing.running:
+            yield progress_html(self.preparing.state), gr.update(interactive=False), gr.update(visible=True), gr.skip()
+            await asyncio.sleep(0.5 if time.monotonic() - began < 600 else 2)
+        yield (progress_html(self.preparing.state), gr.update(interactive=True), gr.update(visible=False),
+               gr.update(choices=choices(self.backend)))  # fmt: skip
+
+
+def conversation_key(tab: Tab) -> tuple[str, int]:
+    return tab.conversation.id, tab.conversation.revision
+
+
+def generation_config(backend: Any, temperature: float, top_k: float, top_p: float, min_p: float, penalty: float,
+                      max_tokens: float | None, seed: str, stop: str) -> Any:  # fmt: skip
+    """GenerationConfig from what the controls hold. Raises ConfigError for a value that cannot be used."""
+    if not re.fullmatch(r"\s*[0-9]*\s*", seed or ""):
+        raise backend.ConfigError(f"seed '{seed}' is not a whole number: write one, or nothing for a random seed")
+    return backend.GenerationConfig(
+        max_tokens=int(max_tokens or 0), temperature=float(temperature), top_k=int(top_k), top_p=float(top_p),
+        min_p=float(min_p), repetition_penalty=float(penalty), seed=int(seed) if (seed or "").strip() else None,
+        stop=tuple(line for line in (stop or "").splitlines() if line),
+    )  # fmt: skip
+
+
+def notice_html(text: str) -> str:
+    return f'<div class="or-notice" role="alert">{escape(text)}</div>' if text else ""
+
+
+def note_html(text: str, bad: bool = False) -> str:
+    return f'<p class="{"bad" if bad else ""}" role="status">{escape(text)}</p>' if text else ""
+
+
+def listing_html(tab: Tab) -> str:
+    """The list of conversations, newest first, in groups by day."""
+    rows, group = [], ""
+    for entry in tab.history.entries():
+        day = day_of(entry.updated, time.time())
+        if day != group:
+            group = day
+            rows.append(f"<h4>{day}</h4>")
+        here = ' aria-current="true"' if entry.id == tab.conversation.id else ""
+        rows.append(
+            f'<div class="or-row" role="button" tabindex="0" data-id="{entry.id}"{here}><span>{escape(entry.title)}'
+            f'</span><button class="or-delete" type="button" aria-label="Delete">×</button></div>'
+        )
+    return "".join(rows) or '<p class="or-aside">Your conversations will be listed here.</p>'
+
+
+def day_of(then: float, now: float) -> str:
+    """`Today`, `Yesterday`, `This week` or `Earlier`, by local midnights."""
+    midnight = time.mktime((*time.localtime(now)[:3], 0, 0, 0, 0, 0, -1))
+    days = (midnight - then) / 86400
+    return "Today" if days <= 0 else "Yesterday" if days <= 1 else "This week" if days <= 6 else "Earlier"

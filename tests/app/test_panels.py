@@ -1,0 +1,102 @@
+"""Figures are the engine's own, formatted; what is unknown is a dash; the plan's bar adds up."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_engine import EXPERTS, LAYERS, MIB, TOTAL, FakeBackend
+
+from app import panels
+from app.desk import Desk
+from app.panels import Meter
+from engine import EngineStats
+
+
+def test_unknown_figures_are_dashes_and_known_ones_have_units():
+    assert set(panels.figures(None).values()) == {panels.DASH, "RAM in use"}
+    fresh = panels.figures(EngineStats())
+    assert (fresh["tok_s"], fresh["hit_rate"], fresh["ttft"], fresh["rss"]) == (panels.DASH,) * 4
+    shown = panels.figures(EngineStats(
+        tok_s=12.345, ttft_s=0.4321, hit_rate=0.9314, hidden_io=0.5, bytes_read=30 * MIB, completion_tokens=10,
+        peak_active_bytes=300 * MIB, rss_bytes=2**30, active_bytes_by_kind={"resident": MIB, "experts": 2 * MIB},
+        hits=1200, misses=3))  # fmt: skip
+    assert shown["tok_s"] == "12.3" and shown["ttft"] == "432 ms" and shown["hit_rate"] == "93.1 %"
+    assert shown["read_per_token"] == "3.0 MiB" and shown["peak"] == "300 MiB" and shown["rss"] == "1.0 GiB"
+    assert (shown["memory"], shown["memory_kind"]) == ("3.0 MiB", "RAM in use")
+    assert shown["asked"] == "1,200 ready, 0 late, 3 missed"
+    on_gpu = panels.figures(EngineStats(device_memory_bytes=5 * MIB, active_bytes_by_kind={"resident": MIB}))
+    assert (on_gpu["memory"], on_gpu["memory_kind"]) == ("5.0 MiB", "VRAM in use")
+
+
+def test_the_line_below_a_reply_has_tokens_ttft_rate_peak_and_reads():
+    stats = EngineStats(completion_tokens=10, ttft_s=1.5, tok_s=4.0, peak_active_bytes=300 * MIB, bytes_read=20 * MIB)
+    summary = panels.summarise(stats)
+    assert summary["line"] == ("10 tokens · first after 1.5 s · 4.0 tok/s · peak active 300 MiB · "
+                               "read 20.0 MiB (2.0 MiB per token)")  # fmt: skip
+    json.dumps(summary)
+
+
+def test_the_meter_follows_the_rate_with_two_samples_a_second():
+    now = [100.0]
+    meter = Meter(clock=lambda: now[0])
+    meter.begin()
+    for _ in range(100):  # 20 tokens a second for 5 s
+        now[0] += 0.05
+        meter.add(1)
+    rates = meter.series()
+    assert 8 <= len(rates) <= 10 and all(rate == pytest.approx(20, rel=0.02) for rate in rates)
+    for _ in range(10):  # then one every two seconds
+        now[0] += 2
+        meter.add(1)
+    assert meter.series()[-1] == pytest.approx(0.5, rel=0.02)
+    meter.begin()
+    assert meter.series() == []
+
+
+def test_the_heat_map_is_one_byte_a_cell_in_row_order():
+    states = np.arange(6, dtype=np.uint8).reshape(2, 3) % 5
+    cells = panels.cells(states)
+    assert (cells["rows"], cells["columns"]) == (2, 3)
+    assert base64.b64decode(cells["states"]) == states.tobytes()
+    assert len(panels.STATES) == 5
+
+
+def test_live_is_small_and_follows_the_desk(backend):
+    desk = Desk(backend, Meter())
+    assert panels.live(desk)["phase"] == "empty" and panels.live(desk)["cells"] is None
+    assert desk.load(backend.EngineConfig()).done.wait(5)
+    shown = panels.live(desk)
+    assert (shown["phase"], shown["status"], shown["model"]) == ("ready", "Ready", "SmolMoE")
+    assert (shown["cells"]["rows"], shown["cells"]["columns"]) == (LAYERS, EXPERTS)
+    assert len(json.dumps(shown)) < 1500 + 1.4 * LAYERS * EXPERTS
+    desk.close()
+
+
+def widths(html: str) -> dict[str, float]:
+    return {name: float(share) for name, share in re.findall(r'or-seg ([a-z ]+)" style="flex:([0-9.]+)', html)}
+
+
+def test_the_plans_bar_is_to_scale_and_says_what_is_left():
+    plan = FakeBackend().plan(FakeBackend.EngineConfig(expert_memory=48 * MIB))
+    html = panels.plan_bar(replace(plan, available_bytes=400 * MIB))
+    shares = widths(html)
+    assert shares["experts"] == pytest.approx(48 / 400, abs=1e-3) and shares["free"] == pytest.approx(106 / 400, abs=1e-3)
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+    assert "294 MiB planned of 400 MiB available" in html and "does not fit" not in html
+    roomy = widths(panels.plan_bar(plan))  # 8 GiB free: drawn short and hatched, so that the rest can be seen
+    assert roomy["free cut"] == pytest.approx(0.25, abs=1e-3)
+    assert "does not fit" in panels.plan_bar(replace(plan, fits=False))
+    assert panels.plan_bar(None) and panels.where_experts_are(None) == ""
+
+
+def test_the_reason_is_plain_and_fits_the_plan():
+    backend = FakeBackend()
+    some, all_ = (backend.plan(backend.EngineConfig(expert_memory=size)) for size in (TOTAL // 2, TOTAL))
+    assert "only 8 of 32 experts" in panels.why(some) and "read when they are needed" in panels.why(some)
+    assert "nothing is read" in panels.why(all_)
+    assert "48.0 MiB of the experts in memory, 48.0 MiB only on the disk" in panels.where_experts_are(some)
