@@ -15,15 +15,15 @@ from app.history import default_data_dir
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m app", description="Chat with a Mixture-of-Experts model in the browser.")
+    p = argparse.ArgumentParser(prog="python -m app", description="Chat with a Mixture-of-Experts model in a browser.")
     p.add_argument("--model", default="default", help="a store under models/, a store's path, or `default`")
     p.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% (of the experts) or auto")
     p.add_argument("--context", type=int, default=4096, help="longest conversation and reply together, in tokens")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but this computer's own needs a password")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; needs a password if not this computer's own")
     p.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
     p.add_argument("--share", action="store_true", help="open a public link, behind a user name and a password")
     p.add_argument("--auth", action="append", default=[], metavar="USER:PASSWORD",
-                   help="who may connect; may be given several times, and each user has a history of their own")  # fmt: skip
+                   help="who may connect; can be repeated, and each user has a history of their own")  # fmt: skip
     p.add_argument("--data", type=Path, default=default_data_dir(), help="where conversations are kept (%(default)s)")
     p.add_argument("--no-browser", action="store_true", help="do not open a browser")
     return p

@@ -1,4 +1,4 @@
-"""One worker thread owns the engine: loading, settings and generations wait in one visible line, first come first served.
+"""One worker thread owns the engine: loading, settings and replies wait in one visible line, first come first served.
 
 So there is never more than one generation, and no lock of the engine's is ever waited for.
 """

@@ -1,4 +1,4 @@
-"""Conversations on disk: a save either replaces exactly what this tab had read, or becomes a copy; nothing is overwritten.
+"""Conversations on disk: a save replaces exactly what this tab had read, or becomes a copy; nothing is overwritten.
 
 One SQLite file per person, readable by its owner alone, in a data directory passed as an argument.
 """

@@ -1,4 +1,4 @@
-"""At most one model is prepared at a time, in its own thread, and it goes on when the page that asked for it is closed."""
+"""At most one model is prepared at a time, in its own thread, and it goes on when the page that asked is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every figure on the page is the engine's own, formatted here; a figure that is not known yet is a dash, never a zero."""
+"""Every figure on the page is the engine's own, formatted here; one that is not known yet is a dash, never a zero."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def live(desk: Desk) -> dict:
         "status": _sentence(status.phase, status.detail, writing, bool(turn and turn.text), waiting),
         "model": status.model,
         "fraction": status.fraction,
+        "failure": status.detail if status.phase == "failed" else "",
         "figures": figures(now and now.stats),
         "rates": desk.meter.series(),
         "cells": now and cells(now.residency),
@@ -172,7 +173,8 @@ def where_experts_are(plan: Plan | None) -> str:
         f'<div class="or-bar thin" role="img" aria-label="Where the experts are">'
         f"{_segment('experts', 'In memory', plan.expert_budget_bytes, held)}"
         f"{_segment('free', 'On the disk', disk, 1 - held)}</div>"
-        f'<p class="or-aside">{_size(plan.expert_budget_bytes)} of the experts in memory, {_size(disk)} only on the disk</p>'
+        f'<p class="or-aside">{_size(plan.expert_budget_bytes)} of the experts in memory, '
+        f"{_size(disk)} only on the disk</p>"
     )
 
 

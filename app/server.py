@@ -31,7 +31,7 @@ _HEAD = '<meta name="viewport" content="width=device-width, initial-scale=1, vie
 
 
 class PrivacyHeaders:
-    """ASGI middleware: adds the content policy to every response, and tells no other site where its visitor came from."""
+    """ASGI middleware: adds the content policy to every response, and tells other sites nothing of this one."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -64,7 +64,8 @@ class App:
         middleware = [Middleware(PrivacyHeaders)]
         if not self.access.remote:
             # A page elsewhere whose name resolves to this computer would otherwise pass for this one.
-            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
+            names = ["127.0.0.1", "localhost", "[::1]", host]
+            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=names))
         self.blocks.queue(default_concurrency_limit=None, api_open=False)
         # Left alone, the queue looks for work a thousand times a second, which the engine would pay for.
         self.blocks._queue.sleep_when_free = 0.02

@@ -1,4 +1,4 @@
-"""Nobody but the person at this computer reaches the app without a password: not by a share link, not by the network."""
+"""Nobody but the person at this computer reaches the app without a password, by a share link or by the network."""
 
 from __future__ import annotations
 

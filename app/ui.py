@@ -21,7 +21,7 @@ EXAMPLES = [
     "Give me three ideas for a rainy Sunday.",
 ]
 _WELCOME = """<div class="or-welcome"><h2>What would you like to talk about?</h2>
-<p>The model answers on this computer. Its experts are read from the disk as they are needed, and the panel shows how.</p>
+<p>The model answers on this computer. Its experts are read from the disk as they are needed; the panel shows how.</p>
 </div>"""
 _MENU = '<svg viewBox="0 0 20 20"><path d="M3 5.5h14M3 10h14M3 14.5h9"/></svg>'
 _GAUGE = '<svg viewBox="0 0 20 20"><path d="M3 15a7.5 7.5 0 1 1 14 0M10 12l3.5-4"/></svg>'
@@ -33,7 +33,7 @@ _HEADER = f"""<div class="or-head">
 <div id="or-status" data-phase="empty" role="status"><i></i><b></b><span>Connecting</span></div>
 <button type="button" aria-label="Light or dark" title="Light or dark">{_MOON}</button>
 <button type="button" data-side="right" aria-label="Engine panel" title="Engine panel">{_GAUGE}</button>
-</div><div id="or-progress"><i></i></div>"""
+</div><div id="or-progress"><i></i></div><p id="or-failure" role="alert" hidden></p>"""
 
 
 def _figure(name: str, label: str, hint: str, label_part: str = "") -> str:
@@ -54,7 +54,7 @@ _LIVE = f"""<section class="or-live">
 <small><span>lowest <b data-part="chart-low">{DASH}</b></span><span>highest <b data-part="chart-high">{DASH}</b></span>
 </small></div></div>
 <dl>
-{_figure("peak", "Peak active memory", "The most the model's own memory (weights, experts, KV cache, scratch) has been")}
+{_figure("peak", "Peak active memory", "The most that weights, experts, KV cache and scratch have been together")}
 {_figure("rss", "Process (RSS)", "All memory of the program, interpreter and libraries included")}
 {_figure("memory", "RAM in use", "The model's own memory now", "memory_kind")}
 {_figure("hit_rate", "Cache hit rate", "Experts that were in memory when they were asked for")}
@@ -153,10 +153,10 @@ def _chat(parts: dict) -> None:
         elem_id="or-chat", show_label=False, height=None, editable="user", buttons=["copy"], placeholder=_WELCOME,
         examples=[{"text": text} for text in EXAMPLES], group_consecutive_messages=True, layout="bubble",
     )  # fmt: skip
-    parts["notice"] = gr.HTML("", elem_id="or-notice")
+    parts["notice"] = gr.HTML("", elem_id="or-notice", apply_default_css=False, js_on_load=_script("notice"))
     parts["box"] = gr.Textbox(
-        "", elem_id="or-box", show_label=False, container=False, placeholder="Ask something", lines=1, max_lines=10,
-        submit_btn=True, stop_btn=False, autofocus=True,
+        "", elem_id="or-box", show_label=False, container=False, placeholder="Opening…", lines=1, max_lines=10,
+        submit_btn=True, stop_btn=False, interactive=False,
         html_attributes=gr.InputHTMLAttributes(enterkeyhint="send", autocomplete="off"),
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def _models(parts: dict, backend: Any, may_prepare: bool) -> None:
     parts["model"] = gr.Dropdown([], label="Model", elem_id="or-model", filterable=False)
     parts["about"] = gr.HTML("", elem_classes="or-aside")
     parts["context"] = gr.Number(backend.EngineConfig().context, label="Context, in tokens", precision=0,
-                                 info="The longest conversation and reply together. It is reserved as KV cache.")  # fmt: skip
+                                 info="The longest conversation and reply together, kept free as KV cache")  # fmt: skip
     parts["load"] = gr.Button("Load", variant="primary", elem_id="or-load")
     parts["model_notice"] = gr.HTML("", elem_classes="or-note", elem_id="or-model-notice")
     parts.update(dict.fromkeys(("source", "experts", "prepare", "cancel", "job")))
@@ -195,7 +195,7 @@ def _models(parts: dict, backend: Any, may_prepare: bool) -> None:
         return
     with gr.Column(elem_classes="or-card"):
         gr.HTML("<h4>Prepare a new model</h4>")
-        parts["source"] = gr.Textbox("", label="Hub id or folder", placeholder="Qwen/Qwen3-30B-A3B", elem_id="or-source")
+        parts["source"] = gr.Textbox("", label="Hub id or folder", placeholder="owner/name", elem_id="or-source")
         parts["experts"] = gr.Radio(EXPERT_CHOICES, value="int4", label="Precision of the experts")
         with gr.Row():
             parts["prepare"] = gr.Button("Prepare", min_width=0, elem_id="or-prepare")

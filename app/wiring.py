@@ -46,19 +46,20 @@ class Wiring:
 
     def __post_init__(self) -> None:
         self.replies = Replies(self.desk)
+        self._slides = 0  # moves of the memory slider so far
 
     def connect(self, blocks: gr.Blocks) -> None:
         p = self.page
         view = [p.chat, p.box, p.notice, p.listing, p.current]
         talk = [p.tab, p.system, *p.sampling]
         blocks.load(self.open, [p.current], [p.tab, p.system, *view], js=_REMEMBERED, **_QUICK)
-        blocks.load(self.refresh, None, self._settings, **_QUICK)
         blocks.unload(self.close)
         p.current.change(None, [p.current], None, js=_REMEMBER, **_QUICK)
-        p.header.refresh(self.refresh, None, self._settings, **_QUICK)
+        p.header.refresh(self.refresh, [p.memory], self._settings, **_QUICK)
 
         p.box.submit(self.send, [p.box, *talk], view, **_STREAM)
         p.chat.example_select(self.send_example, talk, view, **_STREAM)
+        p.notice.again(self.again_last, talk, view, **_STREAM)
         p.chat.retry(self.again, talk, view, **_STREAM)
         p.chat.edit(self.edit, talk, view, **_STREAM)
         p.box.stop(self.stop, None, None, **_QUICK)
@@ -73,6 +74,7 @@ class Wiring:
 
         setting = [p.offload_notice]
         p.memory.release(self.set_memory, [p.memory], setting, **_STREAM)
+        p.memory.change(self.slide_memory, [p.memory], setting, **_STREAM)  # the keyboard releases nothing
         p.prefetch.input(self.set_prefetch, [p.prefetch], setting, **_STREAM)
         p.mode.input(self.set_mode, [p.mode], setting, **_STREAM)
         p.model.input(lambda name: about(self.backend, name), [p.model], [p.about], **_QUICK)
@@ -92,7 +94,9 @@ class Wiring:
         tab = Tab(history, owns_history=self.archive.is_passing(request.username))
         if current:
             tab.open(current)
-        return (tab, tab.conversation.system, *self._view(tab, box="", notice=history.notice))
+        chat, _, *others = self._view(tab, notice=history.notice)
+        box = gr.update(interactive=True, placeholder="Ask something", autofocus=True)
+        return (tab, tab.conversation.system, chat, box, *others)
 
     def close(self, request: gr.Request) -> None:
         self.replies.stop(request.session_hash)
@@ -102,16 +106,16 @@ class Wiring:
         p = self.page
         return [p.memory, p.prefetch, p.mode, p.plan, p.why, p.model, p.context, p.about]
 
-    def refresh(self) -> tuple:
+    def refresh(self, shown_memory: float | None) -> tuple:
         """The engine's settings as they are, for the controls that show them."""
         engine = self.desk.engine
         models = gr.update(choices=choices(self.backend))
         if engine is None:
             return gr.update(interactive=False), gr.skip(), gr.skip(), panels.plan_bar(None), "", models, gr.skip(), ""
         plan, config = engine.plan, engine.config
-        least, most = -(-plan.min_expert_bytes // MIB), -(-plan.max_expert_bytes // MIB)
-        memory = gr.update(minimum=least, maximum=max(most, least + 1), interactive=most > least,
-                           value=min(max(round(plan.expert_budget_bytes / MIB), least), most))  # fmt: skip
+        least, now, most = memory_range(plan)
+        moved = {"value": now} if now != shown_memory else {}  # else it stays in the hand that may be moving it
+        memory = gr.update(minimum=least, maximum=max(most, least + 1), interactive=most > least, **moved)
         prefetch = gr.update(value=config.prefetch, interactive=engine.supports_gate)
         models = gr.update(choices=choices(self.backend, config.model), value=config.model)
         return (memory, prefetch, config.mode.value, panels.plan_bar(plan), panels.where_experts_are(plan), models,
@@ -156,18 +160,24 @@ class Wiring:
         async for view in self._retake(request, None, chosen.index, *talk):
             yield view
 
+    async def again_last(self, request: gr.Request, *talk: Any) -> AsyncIterator:
+        async for view in self._retake(request, None, None, *talk):
+            yield view
+
     async def edit(self, request: gr.Request, changed: gr.EditData, *talk: Any) -> AsyncIterator:
         async for view in self._retake(request, changed.value, changed.index, *talk):
             yield view
 
     async def _retake(self, request: gr.Request, text: str | None, index: Any, tab: Tab | None, system: str,
                       *sampling: Any) -> AsyncIterator:  # fmt: skip
-        """Say the user's turn at or before the chatbot's message `index` again, as `text` if that is given."""
+        """Say the user's turn at or before the chatbot's message `index` (None: the last one) again, as `text` if that
+        is given."""
         refusal, generation = self._prepare_turn(tab, sampling)
         if refusal:
             yield self._view(tab, notice=refusal) if tab else self._unchanged(refusal)
             return
-        before = tab.take_back(turn_of(tab, self.backend.split_reasoning, index))
+        last = len(tab.conversation.messages) - 1
+        before = tab.take_back(last if index is None else turn_of(tab, self.backend.split_reasoning, index))
         tab.conversation.system = system
         tab.say((text or before).strip())
         async for view in self._write(tab, generation, request):
@@ -195,9 +205,9 @@ class Wiring:
                     yield (gr.skip(), self._box(tab, None), gr.skip(), listing_html(tab), gr.skip())
                 first, saved = False, conversation_key(tab)
         except ReplyError as error:
-            notice = f"{error} — What you wrote is kept; the arrow below it asks again."
+            notice = str(error)
         if tab.conversation is conversation:
-            yield self._view(tab, notice=notice)
+            yield (*self._view(tab)[:2], notice_html(notice, again=True), listing_html(tab), tab.conversation.id)
         else:
             yield (gr.skip(), self._box(tab, None), notice_html(notice), listing_html(tab), gr.skip())
 
@@ -245,13 +255,26 @@ class Wiring:
 
     # The engine ----------------------------------------------------------------------------------------------------
 
-    async def set_memory(self, mebibytes: float) -> AsyncIterator:
+    async def slide_memory(self, mebibytes: float | None) -> AsyncIterator:
+        """Set the budget once the slider has been at rest for a while."""
+        self._slides += 1
+        slide = self._slides
+        await asyncio.sleep(1)
+        if slide == self._slides:
+            async for note in self.set_memory(mebibytes):
+                yield note
+
+    async def set_memory(self, mebibytes: float | None) -> AsyncIterator:
+        """Set the budget; nothing happens where the slider only shows what is in force."""
         engine = self.desk.engine
-        # The slider moves in whole MiB; its ends are the plan's exact limits.
-        limits = (engine.plan.min_expert_bytes, engine.plan.max_expert_bytes) if engine else (0, 0)
-        wanted = min(max(int(mebibytes) * MIB, limits[0]), limits[1])
-        async for note in self._configure(expert_memory=wanted):
-            yield note
+        if engine is None or mebibytes is None:
+            return
+        least, now, most = memory_range(engine.plan)
+        if mebibytes != now:
+            # The slider moves in whole MiB; its ends are the plan's exact limits.
+            limits = {least: engine.plan.min_expert_bytes, most: engine.plan.max_expert_bytes}
+            async for note in self._configure(expert_memory=limits.get(int(mebibytes), int(mebibytes) * MIB)):
+                yield note
 
     async def set_prefetch(self, prefetch: str) -> AsyncIterator:
         async for note in self._configure(prefetch=prefetch):
@@ -310,6 +333,12 @@ def conversation_key(tab: Tab) -> tuple[str, int]:
     return tab.conversation.id, tab.conversation.revision
 
 
+def memory_range(plan: Any) -> tuple[int, int, int]:
+    """(least, present, most) expert memory in whole MiB, for the slider."""
+    least, most = (-(-size // MIB) for size in (plan.min_expert_bytes, plan.max_expert_bytes))
+    return least, min(max(round(plan.expert_budget_bytes / MIB), least), most), most
+
+
 def generation_config(backend: Any, temperature: float, top_k: float, top_p: float, min_p: float, penalty: float,
                       max_tokens: float | None, seed: str, stop: str) -> Any:  # fmt: skip
     """GenerationConfig from what the controls hold. Raises ConfigError for a value that cannot be used."""
@@ -322,8 +351,10 @@ def generation_config(backend: Any, temperature: float, top_k: float, top_p: flo
     )  # fmt: skip
 
 
-def notice_html(text: str) -> str:
-    return f'<div class="or-notice" role="alert">{escape(text)}</div>' if text else ""
+def notice_html(text: str, again: bool = False) -> str:
+    """HTML of a notice, or nothing without a text. again: with a button that asks for the reply once more."""
+    button = '<button type="button">Ask again</button>' if again else ""
+    return f'<div class="or-notice" role="alert"><span>{escape(text)}</span>{button}</div>' if text else ""
 
 
 def note_html(text: str, bad: bool = False) -> str:

@@ -68,7 +68,8 @@ async function ask() {
       showStatus(live.phase, live.status, live.model);
       showProgress(live);
       document.dispatchEvent(new CustomEvent("outrider-live", { detail: live }));
-      if (version !== null && version !== live.version) trigger("refresh");
+      showFailure(live.failure);
+      if (version !== live.version) trigger("refresh");
       version = live.version;
       if (live.phase === "writing" || live.phase === "loading") pause = 500;
     } catch (error) {
@@ -92,6 +93,12 @@ function showProgress({ phase, fraction }) {
   bar.classList.toggle("on", phase === "loading");
   bar.classList.toggle("unknown", fraction === null);
   bar.firstElementChild.style.width = `${100 * (fraction ?? 0.3)}%`;
+}
+
+function showFailure(text) {
+  const banner = element.querySelector("#or-failure");
+  banner.hidden = !text;
+  banner.textContent = text;
 }
 
 document.addEventListener("visibilitychange", () => document.hidden || ask());

@@ -10,10 +10,15 @@ document.addEventListener("outrider-live", ({ detail: live }) => {
 const STATES = ["absent", "resident", "flying", "hit", "missed"];
 let grid = null; // how the cells lie on the canvas, for the tooltip
 
+let drawn = ""; // what the canvas shows: nothing is drawn twice
+
 function drawCells(cells) {
   const canvas = part("map");
   const room = canvas.parentElement.clientWidth;
   if (!cells || !room) return;
+  const wanted = [cells.states, cells.columns, room, document.body.classList.contains("dark")].join();
+  if (wanted === drawn) return;
+  drawn = wanted;
   const states = atob(cells.states);
   const ratio = window.devicePixelRatio || 1;
   const cell = Math.max(1, Math.min(Math.floor((room * ratio) / cells.columns), Math.round(24 * ratio)));

@@ -24,7 +24,7 @@ from engine.errors import OutriderError
 
 def main(arguments: list[str]) -> int:
     """Run one command; the process's exit code."""
-    parser = _parser()
+    parser = _parser(arguments[:1])
     args = parser.parse_args(arguments)
     try:
         args.run(args)
@@ -39,7 +39,8 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: list[str]) -> argparse.ArgumentParser:
+    """chosen: the command, when one is given; the arguments of heavy ones are only made when they are needed."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -81,13 +82,17 @@ def _parser() -> argparse.ArgumentParser:
 
     add("fetch-default", _fetch_default, "fetch and prepare the default model")
 
-    from engine.train.recipe import add_arguments as add_train_arguments
+    command = add("train-default", _train_default, "train the parts of the default model")
+    if chosen == ["train-default"]:
+        from engine.train.recipe import add_arguments as add_train_arguments
 
-    add_train_arguments(add("train-default", _train_default, "train the parts of the default model"))
+        add_train_arguments(command)
 
-    from engine.bench.cli import add_arguments as add_bench_arguments
+    command = add("bench", _bench, "measure: stream, overhead, peers")
+    if chosen == ["bench"]:
+        from engine.bench.cli import add_arguments as add_bench_arguments
 
-    add_bench_arguments(add("bench", _bench, "measure: stream, overhead, peers"))
+        add_bench_arguments(command)
     return parser
 
 

@@ -74,7 +74,8 @@ def save_random(model, directory: Path, dtype: torch.dtype = torch.bfloat16) -> 
                 tensor.uniform_(0.8, 1.2)
             else:
                 tensor.uniform_(-0.2, 0.2)
-    model.to(torch.bfloat16).to(dtype).save_pretrained(directory)
+            tensor.copy_(tensor.to(torch.bfloat16))
+    model.to(dtype).save_pretrained(directory)
     write_tokenizer(directory)
     return directory
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="tokens timed in one measurement")
     parser.add_argument("--warm-up", type=int, default=24, help="tokens generated before each measurement")
-    parser.add_argument("--share", default="25%%", help="peers: share of the experts' bytes in memory")
+    parser.add_argument("--share", default="25%", help="peers: share of the bytes of all experts in memory")
     parser.add_argument("--work", type=Path, help="where temporary stores go (the system's temporary directory)")
     parser.add_argument("--results", type=Path, default=RESULTS_DIR)
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> dict:
         elif args.benchmark == "overhead":
             result = run_overhead(label, checkpoint, store, args.repeats, args.tokens)
         else:
-            result = run_peers(label, checkpoint, store, args.share.replace("%%", "%"), args.repeats, args.tokens)
+            result = run_peers(label, checkpoint, store, args.share, args.repeats, args.tokens)
     path = save(f"{args.benchmark}-{label}", result, args.results)
     print(f"saved {path}")
     return {**result, "saved": str(path)}

@@ -42,7 +42,10 @@ class GateLookahead(DemandForecast):
         if layer + 1 == len(self.seams):
             return
         following = self.seams[layer + 1]
-        if not all(isinstance(a, torch.Tensor) and a.numel() == self.tier.experts for a in following.extra):
+        if following.extra is None or not all(self._is_bias(extra) for extra in following.extra):
             return  # the next router needs more than this layer can know, such as token ids
         forecast = following.inner(moe_input, *following.extra)[2]
         self.tier.prefetch(self.keys(layer + 1, forecast), deadline=self.tier.clock + 2)
+
+    def _is_bias(self, extra: object) -> bool:
+        return isinstance(extra, torch.Tensor) and extra.numel() == self.tier.experts

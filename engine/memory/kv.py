@@ -8,6 +8,9 @@ import copy
 import torch
 from torch import nn
 
+from engine.errors import UnsupportedModelError
+from engine.model.skeleton import find_experts, parent_of
+
 
 def cache_bytes(cache) -> int:
     """Bytes of all tensors a transformers Cache holds."""
@@ -32,22 +35,26 @@ def _tensors(values: dict):
 def kv_bytes(model: nn.Module) -> tuple[int, int]:
     """(bytes a token adds, bytes that do not grow) of the cache of a model on the meta device.
 
-    Runs the attention part of the skeleton on the meta device for one and for two tokens, experts left out. Sliding
-    windows are counted as if they grew with the context: an upper bound.
+    Runs the skeleton on the meta device for one and for two tokens, experts left out. Sliding windows are counted as if
+    they grew with the context: an upper bound. Raises UnsupportedModelError for a model with a cache of its own kind.
     """
     from transformers import DynamicCache
 
     probe = copy.deepcopy(model).to("meta")
-    for _, module in list(probe.named_modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("Experts"):
-                setattr(module, name, _NoExperts())
+    for path in find_experts(probe):
+        parent, name = parent_of(probe, path)
+        setattr(parent, name, _NoExperts())
     sizes = []
     for tokens in (1, 2):
         cache = DynamicCache(config=probe.config)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        with torch.no_grad():
-            probe(input_ids=ids, cache=cache, use_cache=True)
+        try:
+            with torch.no_grad():
+                probe(input_ids=ids, cache=cache, use_cache=True)
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            raise UnsupportedModelError(
+                f"'{model.config.model_type}' does not run with transformers' DynamicCache: {str(error).splitlines()[0]}"
+            ) from error
         sizes.append(cache_bytes(cache))
     growth = sizes[1] - sizes[0]
     return growth, sizes[0] - growth

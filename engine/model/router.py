@@ -18,11 +18,13 @@ class RouterSeam(nn.Module):
     def __init__(self, inner: nn.Module, layer: int, watch: Watcher) -> None:
         super().__init__()
         self.inner, self.layer, self.watch = inner, layer, watch
-        self.extra: tuple = ()  # further arguments of the router's last call (some blocks own the router's bias)
+        # Further arguments of the router's last call: some blocks own the router's bias. None before the first call, and
+        # where they are given by name, such as what a layer hands on to the next one's router.
+        self.extra: tuple | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         result = self.inner(hidden_states, *args, **kwargs)
-        self.extra = args
+        self.extra = None if kwargs else args
         self.watch(self.layer, hidden_states, result[2])
         return result
 

@@ -60,21 +60,24 @@ def load_config(directory: Path):
 
 
 def build_skeleton(config, dtype: torch.dtype | None = None) -> nn.Module:
-    """The causal language model of `config` with parameters on the meta device and real (computed) buffers.
+    """The language model of `config` with parameters on the meta device and real (computed) buffers.
 
-    Raises UnsupportedModelError when transformers has no causal language model for it.
+    A model that also sees is taken whole where transformers has no class for its text part alone. Raises
+    UnsupportedModelError when transformers has no language model for it.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    dtype = dtype or model_dtype(config)
+    known = [auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping]
+    if not known:
+        raise UnsupportedModelError(f"'{config.model_type}' is no language model that this transformers version can run")
     try:
         with init_empty_weights(include_buffers=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = known[0].from_config(config, dtype=dtype or model_dtype(config))
     except (ValueError, KeyError, ImportError) as error:
         reason = str(error).splitlines()[0]
-        raise UnsupportedModelError(f"'{config.model_type}' is no causal language model here: {reason}") from error
+        raise UnsupportedModelError(f"'{config.model_type}' cannot be built here: {reason}") from error
     return model.eval()
 
 
@@ -91,7 +94,8 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """
     found, others = {}, []
     for path, module in model.named_modules():
-        if not type(module).__name__.endswith("Experts"):
+        kind = type(module).__name__
+        if not kind.endswith("Experts") or kind.endswith("SharedExperts"):  # shared ones serve every token: resident
             continue
         fused = isinstance(getattr(module, "down_proj", None), nn.Parameter) and module.down_proj.ndim == 3
         if fused and hasattr(module, "_apply_gate"):

@@ -1,9 +1,10 @@
 """A tier is a fixed arena of equal slots; a slot in use or loading is never a victim, and a missing expert is waited
 for.
 
-An expert is named by its key, layer * experts + expert. A slot is free, queued or loading (a fetch is on its way), or
-ready; `users` counts the leases that hold it. Each fetch carries a ticket, so that a request that was overtaken or
-given up is recognised. Time is counted in leases: one MoE layer visited is one step.
+An expert is named by its key, layer * experts + expert. A slot is free, queued or loading (a fetch is on its way),
+ready, or failed until all who wait for it know; `users` counts the leases that hold it. Each fetch carries a ticket, so
+that a request that was overtaken or given up is recognised. Time is counted in leases: one MoE layer visited is one
+step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.memory.arena import SlotArena
 from engine.residency.fetch import DEMAND, Fetcher
 from engine.residency.policy import Lfru
 
-FREE, QUEUED, LOADING, READY = range(4)
+FREE, QUEUED, LOADING, READY, FAILED = range(5)
 ABSENT, RESIDENT, IN_FLIGHT, HIT, MISSED = range(5)  # codes of the residency map
 _NEVER = -1
 
@@ -59,7 +60,7 @@ class Tier:
         )  # forecast for this step: protected till it is over
         self._free = list(range(arena.slots - 1, -1, -1))
         self._begun: set[int] = set()  # absent when their routing became known: misses, however soon they arrive
-        self._failed: dict[int, Exception] = {}
+        self._errors: dict[int, Exception] = {}  # of failed slots
         self._used_at = np.full(self.keys, _NEVER, dtype=np.int64)
         self._missed_at = np.full(self.keys, _NEVER, dtype=np.int64)
         fetcher.start(self._claim, self._done)
@@ -86,8 +87,7 @@ class Tier:
                     yield batch
                     self.fetcher.on_release(slots)
                     with self._lock:
-                        for slot in slots:
-                            self._users[slot] -= 1
+                        self._let_go(slots)
                         held = {}
                         self._start(absent, waiting)
                 if not waiting and not absent:
@@ -96,9 +96,7 @@ class Tier:
         finally:
             if held or waiting:  # left early: an error, or the consumer stopped
                 with self._lock:
-                    for key, slot in (held | waiting).items():
-                        if self._key_of[slot] == key:
-                            self._users[slot] -= 1
+                    self._let_go([*held.values(), *waiting.values()])
 
     def begin(self, keys: list[int]) -> None:
         """Start fetching those of `keys` that are absent: the next lease will ask for them all."""
@@ -107,20 +105,25 @@ class Tier:
         self.prefetch(keys, self.clock + 1, DEMAND)
 
     def prefetch(self, keys: Iterable[int], deadline: int, urgency: int | None = None) -> None:
-        """Have `keys` in place by step `deadline`, as far as slots can be had; resident ones are protected until then.
+        """Have distinct `keys` in place by step `deadline`, as far as slots can be had; those there are protected till then.
 
         urgency: order among waiting fetches, smaller first; the deadline by default. A prefetch never takes the slot of
         an expert that is forecast itself.
         """
         with self._lock:
-            for key in keys:
+            absent = []
+            for key in keys:  # those that are there first, so that they do not make room for the others
                 slot = self._slot_of[key]
                 if slot == _NEVER:
-                    slot = self._take_slot(demand=False)
-                    if slot is None:
-                        return
-                    self._load(key, slot, deadline if urgency is None else urgency)
-                self._deadline[slot] = max(self._deadline[slot], deadline)
+                    absent.append(key)
+                else:
+                    self._deadline[slot] = max(self._deadline[slot], deadline)
+            for key in absent:
+                slot = self._take_slot(demand=False)
+                if slot is None:
+                    return
+                self._load(key, slot, deadline if urgency is None else urgency)
+                self._deadline[slot] = deadline
 
     def reset_counters(self) -> None:
         """Start counting anew."""
@@ -230,14 +233,21 @@ class Tier:
         self._state[slot] = QUEUED
         self._deadline[slot] = _NEVER
         self._ticket[slot] += 1
-        self._failed.pop(key, None)
         self.fetcher.submit(key, slot, self._ticket[slot], urgency)
 
+    def _let_go(self, slots: list[int]) -> None:
+        """End one use of each of `slots`; whoever waits for a slot may have them now."""
+        for slot in slots:
+            self._users[slot] -= 1
+            if self._users[slot] == 0 and self._state[slot] == FAILED:
+                self._free_slot(slot)
+        self._changed.notify_all()
+
     def _free_slot(self, slot: int) -> None:
+        self._errors.pop(slot, None)
         self._slot_of[self._key_of[slot]] = _NEVER
         self._key_of[slot] = _NEVER
         self._state[slot] = FREE
-        self._users[slot] = 0
         self._free.append(slot)
         self._changed.notify_all()
 
@@ -248,11 +258,9 @@ class Tier:
         began = time.perf_counter()
         with self._changed:
             while True:
-                lost = [key for key in waiting if key in self._failed]
-                if lost:
-                    for key in lost:
-                        del waiting[key]
-                    raise self._failed.pop(lost[0])
+                error = next((self._errors[slot] for slot in waiting.values() if slot in self._errors), None)
+                if error is not None:
+                    raise error
                 ready = [(key, slot) for key, slot in waiting.items() if self._state[slot] == READY]
                 if ready:
                     break
@@ -278,7 +286,8 @@ class Tier:
         with self._changed:
             if error is None:
                 self._state[slot] = READY
-                self._changed.notify_all()
+            elif self._users[slot]:  # kept until all who wait for it have been told
+                self._state[slot], self._errors[slot] = FAILED, error
             else:
-                self._failed[int(self._key_of[slot])] = error
                 self._free_slot(slot)
+            self._changed.notify_all()

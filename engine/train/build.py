@@ -61,9 +61,7 @@ def moe_config(teacher: LlamaForCausalLM, shape: SplitShape) -> Qwen2MoeConfig:
     )
 
 
-def moe_state(
-    teacher: LlamaForCausalLM, asset: Asset, progress: Callable[[float], None]
-) -> dict[str, Tensor]:
+def moe_state(teacher: LlamaForCausalLM, asset: Asset, progress: Callable[[float], None]) -> dict[str, Tensor]:
     """The state dict of the MoE model in float32, in the layout of transformers' modules."""
     shape = asset.shape
     dense = teacher.state_dict()
@@ -139,9 +137,7 @@ def save_checkpoint(model: Qwen2MoeForCausalLM, tokenizer: PreTrainedTokenizerBa
     tokenizer.save_pretrained(directory)
 
 
-def build_default_model(
-    gguf_path: Path, asset_path: Path, out_dir: Path, progress: Progress | None = None
-) -> Path:
+def build_default_model(gguf_path: Path, asset_path: Path, out_dir: Path, progress: Progress | None = None) -> Path:
     """Writes the checkpoint directory `out_dir` (replacing one that exists) and returns it.
 
     `progress` receives a phase and its completed share. Raises SourceError when a file is missing or damaged,

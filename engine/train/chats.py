@@ -152,8 +152,7 @@ class _Replier:
         ends = torch.zeros(slots, dtype=torch.long)
         cache = DynamicCache()
         cache.layers = [
-            _SlotLayer(ends, config.num_key_value_heads, room, config.head_dim)
-            for _ in range(config.num_hidden_layers)
+            _SlotLayer(ends, config.num_key_value_heads, room, config.head_dim) for _ in range(config.num_hidden_layers)
         ]
         waiting = sorted(rows, key=lambda row: -len(row.ids))
         active: list[_Row | None] = [None] * slots
@@ -231,9 +230,7 @@ def generate_chats(
     rows = [_Row(encode(_opening(tokenizer, prompt)), prompt.temperature) for prompt in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         pending = [
-            (row, p.turns[turn])
-            for row, p in zip(rows, prompts)
-            if turn < len(p.turns) and (turn == 0 or row.done)
+            (row, p.turns[turn]) for row, p in zip(rows, prompts) if turn < len(p.turns) and (turn == 0 or row.done)
         ]
         for row, text in pending:
             if turn:
@@ -242,8 +239,6 @@ def generate_chats(
         if pending:
             replier.answer([row for row, _ in pending])
     return [
-        Chat(
-            torch.tensor(row.ids), torch.tensor(row.targets), *(torch.stack(part) for part in zip(*row.kept))
-        )
+        Chat(torch.tensor(row.ids), torch.tensor(row.targets), *(torch.stack(part) for part in zip(*row.kept)))
         for row in rows
     ]

@@ -30,13 +30,14 @@ class DistilSettings:
     `workers` threads, each of which should compute with one core (`torch.set_num_threads(1)`): large matrices
     then need no barriers."""
 
-    batch_tokens: int = 1280
+    batch_tokens: int = 1024
     router_lr: float = 2e-3
-    healing_lr: float = 1e-3
+    a_lr: float = 1e-3
+    b_lr: float = 5e-3
     warm_up: float = 0.04
     final: float = 0.02
     clip: float = 1.0
-    save_every: int = 25
+    save_every: int = 20
     workers: int = 2
     seed: int = 0
 
@@ -101,8 +102,8 @@ def distil(
     batches = make_batches([len(chat.ids) for chat in chats], settings.batch_tokens, settings.seed)
     steps = len(batches)
     trained = student.trained()
-    peaks = [settings.router_lr, settings.healing_lr]
-    groups = [[p for n, p in trained.items() if ("router" in n) == routers] for routers in (True, False)]
+    peaks = [settings.router_lr, settings.a_lr, settings.b_lr]
+    groups = [[p for n, p in trained.items() if n.endswith(ending)] for ending in (".router", ".a", ".b")]
     parameters = [p for group in groups for p in group]
     optimiser = torch.optim.Adam([{"params": g, "lr": lr} for g, lr in zip(groups, peaks)], betas=(0.9, 0.98))
     identity = {**asdict(settings), "steps": steps, "tokens": sum(len(chat.ids) for chat in chats)}
@@ -110,12 +111,11 @@ def distil(
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         if state["identity"] != identity:
-            raise ValueError(
-                f"{checkpoint} belongs to another run ({state['identity']}); remove it to start again"
-            )
+            raise ValueError(f"{checkpoint} belongs to another run ({state['identity']}); remove it to start again")
         student.load_trained(state["trained"])
-        optimiser.load_state_dict(state["optimiser"])
         first = state["step"]
+        if first < steps:
+            optimiser.load_state_dict(state["optimiser"])
     student.merge()
     pool = ThreadPoolExecutor(settings.workers)
     for step in range(first, steps if stop_after is None else min(stop_after, steps)):

@@ -13,9 +13,7 @@ class _TopKL(torch.autograd.Function):
     exists."""
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, head: Tensor, top_ids: Tensor, top_log_probs: Tensor, chunk: int
-    ) -> Tensor:
+    def forward(ctx, hidden: Tensor, head: Tensor, top_ids: Tensor, top_log_probs: Tensor, chunk: int) -> Tensor:
         total = hidden.new_zeros(())
         gradient = torch.empty_like(hidden)
         for start in range(0, len(hidden), chunk):

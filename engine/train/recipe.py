@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,29 +47,29 @@ class Recipe:
     split_chats: int = 60
     hold_out: int = 16
     scored: int = 100
-    save_asset_every: int = 25
+    save_asset_every: int = 20
     seed: int = 0
-    distil: DistilSettings = DistilSettings()
+    workers: int = 2
+    passes: tuple[DistilSettings, ...] = (
+        DistilSettings(router_lr=2e-3, a_lr=1e-3, b_lr=1e-3, seed=0),
+        DistilSettings(router_lr=4e-3, a_lr=1e-3, b_lr=5e-3, seed=1),
+    )
 
 
 # Small enough to see in a minute that every part works; the result is no better than an untrained split.
 QUICK = Recipe(
     rank=4, shards=1, shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
-    distil=DistilSettings(batch_tokens=256, save_every=2),
+    passes=(DistilSettings(batch_tokens=256, save_every=2),),
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf of the wheel"
-    )
+    parser.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf of the wheel")
     parser.add_argument("--out", type=Path, default=Path("assets/smolmoe.safetensors"), help="asset to write")
     parser.add_argument("--work", type=Path, required=True, help="directory for chats, state and the model")
     parser.add_argument("--shards", type=int, default=Recipe.shards, help="shards of 160 chats to train on")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny run that only shows that the recipe works"
-    )
+    parser.add_argument("--quick", action="store_true", help="a tiny run that only shows that the recipe works")
 
 
 def gather_chats(
@@ -90,13 +91,11 @@ def gather_chats(
             say(f"chats {index + 1}/{recipe.shards}")
         return load_chats(path)
 
-    with ThreadPoolExecutor(recipe.distil.workers) as pool:
+    with ThreadPoolExecutor(recipe.workers) as pool:
         return [chat for chats in pool.map(shard, range(recipe.shards)) for chat in chats]
 
 
-def make_splits(
-    teacher: LlamaForCausalLM, training: list[Chat], recipe: Recipe, path: Path
-) -> list[LayerSplit]:
+def make_splits(teacher: LlamaForCausalLM, training: list[Chat], recipe: Recipe, path: Path) -> list[LayerSplit]:
     """The split of every layer, kept at `path` so that a resumed run has the same one."""
     if not path.exists():
         splits = split_model(teacher, mlp_inputs(teacher, training[: recipe.split_chats]), recipe.shape, recipe.rank)
@@ -132,13 +131,14 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
         "versions": json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}),
     }
 
-    def report(step: dict) -> None:
-        say(json.dumps(step))
+    def report(pass_index: int, step: dict) -> None:
+        say(json.dumps({"pass": pass_index, **step}))
         if step["step"] % recipe.save_asset_every == 0:
-            progress = json.dumps({"step": step["step"], "steps": step["steps"]})
+            progress = json.dumps({"pass": pass_index, "step": step["step"], "steps": step["steps"]})
             save_asset(out, recipe.shape, student_tensors(student), {**metadata, "unfinished": progress})
 
-    distil(student, training, recipe.distil, work / "distil.pt", report)
+    for i, settings in enumerate(recipe.passes):
+        distil(student, training, settings, work / f"distil-{i}.pt", partial(report, i))
     save_asset(out, recipe.shape, student_tensors(student), metadata)
     say("building and scoring")
     build_default_model(gguf, out, work / "model")

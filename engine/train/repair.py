@@ -23,7 +23,8 @@ def repair_down(
     factor = torch.linalg.cholesky(covariance)
     # D·L = (missingᵀ·routed)·C⁻¹·L = (missingᵀ·routed)·L⁻ᵀ
     whitened = torch.linalg.solve_triangular(factor.T, missing.T @ routed, upper=True, left=False)
-    u, s, v = torch.linalg.svd(whitened, full_matrices=False)
-    a = torch.linalg.solve_triangular(factor, v[:rank], upper=False, left=False)
-    length = a.norm(dim=1, keepdim=True)
-    return a / length, u[:, :rank] * (s[:rank] * length[:, 0])
+    # The leading left singular vectors, by the smaller of the two Gram matrices.
+    b = torch.linalg.eigh(whitened @ whitened.T).eigenvectors[:, -rank:]
+    a = torch.linalg.solve_triangular(factor, b.T @ whitened, upper=False, left=False)
+    length = a.norm(dim=1)
+    return a / length[:, None], b * length

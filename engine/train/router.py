@@ -63,9 +63,7 @@ def fit_router(
     for step in range(steps):
         optimiser.param_groups[0]["lr"] = lr * (1 - step / steps)
         rows = torch.randint(len(x), (min(batch, len(x)),), generator=generator)
-        (gradient,) = torch.autograd.grad(
-            routed_error(grams[rows], routing_weights(x[rows], router, active)), router
-        )
+        (gradient,) = torch.autograd.grad(routed_error(grams[rows], routing_weights(x[rows], router, active)), router)
         router.grad = gradient
         optimiser.step()
     return (router.detach() / scale).contiguous()

@@ -27,15 +27,11 @@ class Score:
 
 
 @torch.inference_mode()
-def score(
-    teacher: Callable[[Tensor], Tensor], student: Callable[[Tensor], Tensor], chats: list[Chat]
-) -> Score:
+def score(teacher: Callable[[Tensor], Tensor], student: Callable[[Tensor], Tensor], chats: list[Chat]) -> Score:
     """Both models map ids [1, tokens] to logits [1, tokens, vocabulary]; only reply positions count."""
     divergences, agreements, losses = [], [], [[], []]
     for chat in chats:
-        log_p, log_q = (
-            model(chat.ids[None])[0, chat.targets].float().log_softmax(-1) for model in (teacher, student)
-        )
+        log_p, log_q = (model(chat.ids[None])[0, chat.targets].float().log_softmax(-1) for model in (teacher, student))
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
         agreements.append((log_p.argmax(-1) == log_q.argmax(-1)).float())
         said = chat.ids[chat.targets + 1, None]

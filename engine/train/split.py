@@ -84,9 +84,7 @@ def _group(activity: Tensor, experts: int, rounds: int = 12) -> Tensor:
             member[indices, g] = 1.0
         # Similarity to the other members of each group's centre.
         score = (similarity @ member - member) / (size - member)
-        best, second = (
-            score.topk(min(2, experts)).values.unbind(1) if experts > 1 else (score[:, 0], score[:, 0])
-        )
+        best, second = score.topk(min(2, experts)).values.unbind(1) if experts > 1 else (score[:, 0], score[:, 0])
         room = [size] * experts
         filled: list[list[int]] = [[] for _ in range(experts)]
         for neuron in (best - second).argsort(descending=True).tolist():
@@ -105,6 +103,8 @@ def split_layer(mlp: nn.Module, x: Tensor, shape: SplitShape, rank: int, *, samp
     down = mlp.down_proj.weight.detach()
     if shape.neurons != hidden.shape[1]:
         raise ValueError(f"{shape} covers {shape.neurons} neurons, the layer has {hidden.shape[1]}")
+    # Every token counts alike: without this, the few whose activations are a thousand times larger decide everything.
+    hidden = hidden / (hidden @ down.T).norm(dim=1, keepdim=True)
     size_of = hidden.abs() * down.norm(dim=0)
     ranking = size_of.square().mean(0).argsort(descending=True)
     shared, routed = ranking[: shape.shared].sort().values, ranking[shape.shared :]
@@ -120,7 +120,5 @@ def split_layer(mlp: nn.Module, x: Tensor, shape: SplitShape, rank: int, *, samp
     return LayerSplit(order, router, *repair_down(hidden, weighted, down, rank))
 
 
-def split_model(
-    teacher: LlamaForCausalLM, inputs: list[Tensor], shape: SplitShape, rank: int
-) -> list[LayerSplit]:
+def split_model(teacher: LlamaForCausalLM, inputs: list[Tensor], shape: SplitShape, rank: int) -> list[LayerSplit]:
     return [split_layer(layer.mlp, x, shape, rank) for layer, x in zip(teacher.model.layers, inputs)]

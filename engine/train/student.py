@@ -78,9 +78,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         routed = slice(ctx.shared, None)
-        grad_weights = (
-            (grad[:, routed] * silu[:, routed]).mul_(up[:, routed]).unflatten(1, (experts, -1)).sum(-1)
-        )
+        grad_weights = (grad[:, routed] * silu[:, routed]).mul_(up[:, routed]).unflatten(1, (experts, -1)).sum(-1)
         grad = grad.clone()
         grad[:, routed].unflatten(1, (experts, -1)).mul_(weights[..., None])
         grad_up = grad * silu
@@ -92,9 +90,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 class RoutedMLP(nn.Module):
     """A SwiGLU layer in split order with its router [experts, hidden]."""
 
-    def __init__(
-        self, mlp: nn.Module, split: LayerSplit, shape: SplitShape, rank: int, generator: torch.Generator
-    ):
+    def __init__(self, mlp: nn.Module, split: LayerSplit, shape: SplitShape, rank: int, generator: torch.Generator):
         super().__init__()
         self.shape = shape
         self.register_buffer("order", split.order, persistent=False)
@@ -120,9 +116,7 @@ class Student(nn.Module):
     """The teacher with every MLP split and every linear healed. Only routers and low-rank factors are
     trainable."""
 
-    def __init__(
-        self, teacher: LlamaForCausalLM, splits: list[LayerSplit], shape: SplitShape, rank: int, seed: int
-    ):
+    def __init__(self, teacher: LlamaForCausalLM, splits: list[LayerSplit], shape: SplitShape, rank: int, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.shape, self.rank = shape, rank

@@ -35,9 +35,7 @@ def load_teacher(gguf_path: Path) -> LlamaForCausalLM:
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32, attn_implementation="sdpa"
     )
     if not isinstance(model, LlamaForCausalLM):
-        raise ValueError(
-            f"{gguf_path} holds a {model.config.model_type} model; the recipe splits llama models"
-        )
+        raise ValueError(f"{gguf_path} holds a {model.config.model_type} model; the recipe splits llama models")
     return model.eval().requires_grad_(False)
 
 

@@ -22,9 +22,9 @@ def backend(tmp_path: Path) -> FakeBackend:
     return FakeBackend(MODELS_DIR=tmp_path / "models")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """One headless Chromium for all tests; skips with the reason where there is none."""
+    """A headless Chromium for a module's tests; skips with the reason where there is none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
     with sync_api.sync_playwright() as playwright:

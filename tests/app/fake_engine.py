@@ -1,4 +1,4 @@
-"""A stand-in for the engine's façade: same names, invented tokens at a set pace, so the app's tests are quick and exact."""
+"""A stand-in for the engine's façade: same names, invented tokens at a set pace, so that tests are quick and exact."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ class FakeBackend:
 
     token_s: float = 0.02
     load_s: float = 0.0
-    prepare_s: float = 0.4
     load_error: str = ""
     plan_error: str = ""
     download: threading.Event | None = None  # fetching the default model ends when it is set
+    quantise: threading.Event | None = None  # and so does preparing a model
     MODELS_DIR: Path = Path("models")
     models: list[ModelInfo] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)  # completion tokens of the generations that `stop` ended
@@ -151,11 +151,11 @@ class FakeBackend:
                 cancel: threading.Event | None = None) -> Path:  # fmt: skip
         if "missing" in source:
             raise SourceError(f"'{source}' is neither a folder nor a model on the hub: check the spelling")
-        for step in range(20):
-            if cancel is not None and cancel.wait(self.prepare_s / 20):
-                raise SourceError("cancelled")
+        while self.quantise is not None and not self.quantise.wait(0.05):
             if progress is not None:
-                progress(Progress("Quantising experts", step * 30, 600, "experts"))
+                progress(Progress("Quantising experts", 240, 600, "experts"))
+            if cancel is not None and cancel.is_set():
+                raise SourceError("cancelled")
         self.models.append(self._info(Path(destination).name, experts))
         return Path(destination)
 

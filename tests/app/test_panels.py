@@ -85,7 +85,8 @@ def test_the_plans_bar_is_to_scale_and_says_what_is_left():
     plan = FakeBackend().plan(FakeBackend.EngineConfig(expert_memory=48 * MIB))
     html = panels.plan_bar(replace(plan, available_bytes=400 * MIB))
     shares = widths(html)
-    assert shares["experts"] == pytest.approx(48 / 400, abs=1e-3) and shares["free"] == pytest.approx(106 / 400, abs=1e-3)
+    assert shares["experts"] == pytest.approx(48 / 400, abs=1e-3)
+    assert shares["free"] == pytest.approx(106 / 400, abs=1e-3)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
     assert "294 MiB planned of 400 MiB available" in html and "does not fit" not in html
     roomy = widths(panels.plan_bar(plan))  # 8 GiB free: drawn short and hatched, so that the rest can be seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -19,14 +20,17 @@ def ended(preparing: Preparing) -> State:
 
 
 def test_a_model_is_prepared_and_then_offered(backend):
+    backend.quantise = threading.Event()
     preparing = Preparing(backend)
     assert preparing.start(" owner/Some-MoE ", "int8") == ""
     assert "being prepared" in preparing.start("other/model", "int4")
+    backend.quantise.set()
     assert ended(preparing).phase == "done"
     assert ("owner--Some-MoE-int8 · 306 MiB", "owner--Some-MoE-int8") in models.choices(backend)
 
 
 def test_cancelling_and_failing_are_said(backend):
+    backend.quantise = threading.Event()
     preparing = Preparing(backend)
     assert "hub id" in preparing.start("  ", "int4")
     preparing.start("owner/model", "int4")

@@ -155,7 +155,8 @@ def test_taking_back_a_turn_drops_what_followed(tab):
 
 def test_what_is_shown_is_the_text_itself_with_reasoning_apart(tab):
     tab.say("  two\n    lines")
-    tab.conversation.messages.append(Message("assistant", "<think>why</think>\n\n    code", {"line": "5 tokens"}, "length"))
+    reply = Message("assistant", "<think>why</think>\n\n    code", {"line": "5 tokens"}, "length")
+    tab.conversation.messages.append(reply)
     shown, _ = chat_messages(tab.conversation, split_reasoning)
     assert shown[0]["content"][0]["text"] == "  two\n    lines"
     assert shown[1]["content"][0]["text"] == "why" and shown[1]["metadata"]["status"] == "done"

@@ -88,7 +88,9 @@ def test_a_split_of_another_size_is_refused(teacher, chats):
 def test_the_fitted_router_beats_the_ridge_router():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(512, 24, generator=generator)
-    hidden = torch.randn(512, 4, 24, generator=generator) * (x @ torch.randn(24, 4, generator=generator)).exp()[..., None]
+    hidden = (
+        torch.randn(512, 4, 24, generator=generator) * (x @ torch.randn(24, 4, generator=generator)).exp()[..., None]
+    )
     grams = hidden @ hidden.mT
     ridge, fitted = ridge_router(x, grams), fit_router(x, grams, 2)
     error = [routed_error(grams, routing_weights(x, router, 2)).item() for router in (ridge, fitted)]
@@ -149,7 +151,12 @@ def test_the_built_checkpoint_has_the_hub_layout(student, teacher, tmp_path):
 
 def test_gradients_are_those_of_plain_autograd(student, chats):
     chat = chats[0]
-    names = ["layers.0.mlp.router", "layers.0.self_attn.q_proj.a", "layers.0.mlp.gate_proj.b", "layers.1.mlp.down_proj.b"]
+    names = [
+        "layers.0.mlp.router",
+        "layers.0.self_attn.q_proj.a",
+        "layers.0.mlp.gate_proj.b",
+        "layers.1.mlp.down_proj.b",
+    ]
     parameters = [student.trained()[name] for name in names]
     hidden = student.hidden(chat.ids[None])[0, chat.targets]
     loss = top_kl(hidden, student.lm.lm_head.weight, chat.top_ids, chat.top_log_probs, chunk=4)

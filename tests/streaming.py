@@ -1,0 +1,72 @@
+"""What the engine's tests share: an engine with so many slots, its greedy tokens, and the weights a store stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine import Engine, EngineConfig, GenerationConfig
+from engine.store.layout import StoreInfo, read_info
+
+PROMPT = [9, 100, 31, 7, 250, 12, 44, 180, 3, 77, 160, 23, 5]
+
+
+def open_engine(store: Path, slots: int | None = None, prefetch: str = "none", context: int = 256, **settings) -> Engine:
+    """An engine with `slots` expert slots; None: all experts resident."""
+    memory = "100%" if slots is None else slots * read_info(store).layout.record_bytes
+    return Engine(EngineConfig(str(store), memory, context, prefetch=prefetch, **settings))
+
+
+def greedy(engine: Engine, prompt: list[int] = PROMPT, tokens: int = 12, stop: tuple[str, ...] = ()) -> list[int]:
+    """Token ids of a greedy reply, the end token included."""
+    generation = GenerationConfig(max_tokens=tokens, temperature=0, stop=stop)
+    return [token for chunk in engine.complete(prompt, generation) for token in chunk.token_ids]
+
+
+def streamed(engine: Engine) -> torch.nn.Module:
+    """The transformers model inside an engine, its experts streamed."""
+    return engine._model
+
+
+def reference(checkpoint: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The checkpoint in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+
+
+def reference_greedy(model: torch.nn.Module, prompt: list[int] = PROMPT, tokens: int = 12) -> list[int]:
+    """Token ids that transformers' own greedy decoding adds to `prompt`."""
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+def stored_experts(store: Path) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
+    """(module path, expert, matrix or bias name -> fp32 tensor, matrices as [out, in]) of every record of a store."""
+    info: StoreInfo = read_info(store)
+    records = torch.frombuffer(bytearray((store / info.experts_file).read_bytes()), dtype=torch.uint8)
+    for key, record in enumerate(records.view(-1, info.layout.record_bytes)):
+        views, tensors = info.layout.views(record), {}
+        for name, form in info.layout.formats.items():
+            tensors[name] = form.decode({suffix: views[name + suffix] for suffix in form.tensors()})
+        tensors |= {name: views[name].float() for name in views if name.endswith("_bias")}
+        yield info.layers[key // info.experts], key % info.experts, tensors
+
+
+def use_stored_experts(model: torch.nn.Module, store: Path) -> torch.nn.Module:
+    """Give a plain transformers model the experts a store stands for: what quantising makes of them."""
+    for path, expert, tensors in stored_experts(store):
+        module = model.get_submodule(path)
+        for name, tensor in tensors.items():
+            matrix = name.removesuffix("_bias")
+            target = getattr(module, f"{matrix}_proj" + ("_bias" if matrix != name else "")).data[expert]
+            target.copy_(tensor.t() if tensor.ndim == 2 and module.is_transposed else tensor)
+    return model
+
+
+def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of what was wanted."""
+    return float((got - wanted).norm() / wanted.norm())
