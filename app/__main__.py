@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="default", help="a store under models/, a store's path, or `default`")
     p.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% (of the experts) or auto")
     p.add_argument("--context", type=int, default=4096, help="longest conversation and reply together, in tokens")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; needs a password if not this computer's own")
+    p.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; needs a password if not this computer's own"
+    )
     p.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860 on)")
     p.add_argument("--share", action="store_true", help="open a public link, behind a user name and a password")
     p.add_argument("--auth", action="append", default=[], metavar="USER:PASSWORD",
@@ -49,7 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     app = build_app(engine, data_dir=args.data, access=access)
-    url = app.launch(args.host, port)
+    share.spare_proxy(os.environ)
+    try:
+        url = app.launch(args.host, port)
+    except OSError as error:
+        print(f"error: cannot listen on {args.host}:{port} ({error}); choose another with --port", file=sys.stderr)
+        return 2
     app.desk.load(config)
     announce(url, args.host, access)
     if not args.no_browser:

@@ -8,7 +8,7 @@ import ipaddress
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 GUEST = "guest"  # the account made up when none is named; it keeps no history on disk, so its holders share none
@@ -109,6 +109,13 @@ def _candidates(wanted: int | None) -> Iterator[int]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def spare_proxy(environment: MutableMapping[str, str]) -> None:
+    """Keep the server's check that it answers on this computer away from a proxy that cannot reach it."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in environment.get(name, "").split(",") if host]
+        environment[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost", "::1"]))
 
 
 def open_link(host: str, port: int, tunnel: Callable[[str, int, str], str], say: Callable[[str], None]) -> str | None:

@@ -1,5 +1,11 @@
 """Outrider's engine: the façade. Everything an application needs is exported here, and nothing else is public."""
 
+import os
+
+# Before torch is imported: GNU OpenMP's threads would spin at every barrier for as long as it takes, and when another program
+# has one of the cores, decoding falls to a tenth of its speed or less. A person's own setting stays.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 from engine.config import (
     DEFAULT_MODEL,
     EXPERT_FORMATS,

@@ -19,24 +19,33 @@ from engine.config import (
     Mode,
     format_size,
 )
-from engine.errors import OutriderError
+from engine.errors import ConfigError, OutriderError
 
 
 def main(arguments: list[str]) -> int:
     """Run one command; the process's exit code."""
-    parser = _parser(arguments[:1])
-    args = parser.parse_args(arguments)
     try:
+        args = _parser(arguments[:1]).parse_args(arguments)
         args.run(args)
         return 0
-    except OutriderError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # noqa: BLE001 - shown in one line; --debug shows all of it
+        if "--debug" in arguments:
+            raise
+        reason = " ".join(str(error).split())
+        if not isinstance(error, OutriderError):
+            reason = f"unexpected {type(error).__name__}: {reason}; run the command again with --debug and report it"
+        print(f"error: {reason}", file=sys.stderr)
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments are errors like any other: one line."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def _parser(chosen: list[str]) -> argparse.ArgumentParser:
@@ -44,7 +53,7 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser = argparse.ArgumentParser(prog="python -m engine", description="Stream Mixture-of-Experts models.")
+    parser = _Parser(prog="python -m engine", description="Stream Mixture-of-Experts models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run, help: str) -> argparse.ArgumentParser:  # noqa: A002 - argparse's own word
@@ -210,19 +219,16 @@ def _reply(engine, messages: list[dict], generation: GenerationConfig, show: boo
     """One reply, streamed to stdout if `show`; Ctrl-C stops it and keeps what was said."""
     stop, text, ids, reason = threading.Event(), [], [], None
     chunks = engine.chat(messages, generation, stop)
-    while True:
-        try:
-            for chunk in chunks:
-                text.append(chunk.text)
-                ids.extend(chunk.token_ids)
-                reason = chunk.finish_reason
-                if show:
-                    print(chunk.text, end="", flush=True)
-            break
-        except KeyboardInterrupt:
-            chunks.close()
-            reason = "stopped"
-            break
+    try:
+        for chunk in chunks:
+            text.append(chunk.text)
+            ids.extend(chunk.token_ids)
+            reason = chunk.finish_reason
+            if show:
+                print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        chunks.close()
+        reason = "stopped"
     if show:
         print()
     return {"text": "".join(text), "token_ids": ids, "finish_reason": reason, "stats": engine.stats().as_dict()}

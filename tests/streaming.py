@@ -8,15 +8,21 @@ from pathlib import Path
 import torch
 
 from engine import Engine, EngineConfig, GenerationConfig
+from engine.decode.reuse import Conversation
 from engine.store.layout import StoreInfo, read_info
 
 PROMPT = [9, 100, 31, 7, 250, 12, 44, 180, 3, 77, 160, 23, 5]
 
 
-def open_engine(store: Path, slots: int | None = None, prefetch: str = "none", context: int = 256, **settings) -> Engine:
-    """An engine with `slots` expert slots; None: all experts resident."""
+def open_engine(
+    store: Path, slots: int | None = None, prefetch: str = "none", context: int = 256, chunk: int = 0, **settings
+) -> Engine:
+    """An engine with `slots` expert slots; None: all experts resident. `chunk`: prefill chunk length, if not the usual."""
     memory = "100%" if slots is None else slots * read_info(store).layout.record_bytes
-    return Engine(EngineConfig(str(store), memory, context, prefetch=prefetch, **settings))
+    engine = Engine(EngineConfig(str(store), memory, context, prefetch=prefetch, **settings))
+    if chunk:
+        engine._conversation = Conversation(streamed(engine).config, chunk)
+    return engine
 
 
 def greedy(engine: Engine, prompt: list[int] = PROMPT, tokens: int = 12, stop: tuple[str, ...] = ()) -> list[int]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
+from engine.model.skeleton import cache_argument
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the person asked for it
@@ -23,9 +24,8 @@ def forward(model: nn.Module, conversation: Conversation, ids: list[int]) -> tor
     Inference mode is entered here and not around a loop: a generator would carry it into its consumer's code.
     """
     device = next(model.parameters()).device
-    output = model(
-        input_ids=torch.tensor([ids], device=device), cache=conversation.cache, use_cache=True, logits_to_keep=1
-    )
+    past = {cache_argument(model): conversation.cache}
+    output = model(input_ids=torch.tensor([ids], device=device), use_cache=True, logits_to_keep=1, **past)
     return output.logits[:, -1]
 
 

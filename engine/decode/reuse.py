@@ -40,19 +40,16 @@ class Conversation:
     def resume(self, prompt: list[int]) -> torch.Tensor | None:
         """Make the cache a prefix of `prompt`. Returns the prompt's logits [1, V] when even they are known, else
         None."""
-        if prompt == self._prompt and self._logits is not None:
-            if self._rewind(len(prompt)):
-                return self._logits
-        elif 0 < len(self.ids) < len(prompt) and prompt[: len(self.ids)] == self.ids:
+        if prompt == self._prompt and self._logits is not None and self._rewind(len(prompt)):
+            return self._logits
+        self._prompt, self._logits = [], None  # from here on the cache leaves the last prompt
+        if 0 < len(self.ids) < len(prompt) and prompt[: len(self.ids)] == self.ids:
             return None
-        else:
-            common = next((i for i, (a, b) in enumerate(zip(self.ids, prompt, strict=False)) if a != b),
-                          min(len(self.ids), len(prompt)))  # fmt: skip
-            keep = min(common, self.aligned, len(prompt) - 1) // self.chunk * self.chunk
-            if keep and self._rewind(keep):
-                self.aligned = keep
-                return None
-        self.forget()
+        common = next((i for i, (a, b) in enumerate(zip(self.ids, prompt, strict=False)) if a != b),
+                      min(len(self.ids), len(prompt)))  # fmt: skip
+        keep = min(common, self.aligned, len(prompt) - 1) // self.chunk * self.chunk
+        if keep == 0 or not self._rewind(keep):
+            self.forget()
         return None
 
     def pieces(self, prompt: list[int]) -> list[list[int]]:
@@ -88,9 +85,10 @@ class Conversation:
 
     def _stiff(self) -> list[int]:
         """Indices of layers that a crop cannot put back."""
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-        return [i for i, layer in enumerate(self.cache.layers) if type(layer) is not DynamicLayer]
+        croppable = (DynamicLayer, DynamicIndexedLayer)
+        return [i for i, layer in enumerate(self.cache.layers) if type(layer) not in croppable]
 
     def _keep_copy(self) -> None:
         stiff = self._stiff()
@@ -112,5 +110,6 @@ class Conversation:
                 else:
                     layer.crop(-extra)
         self.ids = self.ids[:length]
+        self._copies = {position: layers for position, layers in self._copies.items() if position <= length}
         self.aligned = min(self.aligned, length)
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.router import RouterSeam
+from engine.model.router import RouterSeam, routed_ids
 from engine.residency.tier import Tier
 
 
@@ -44,7 +44,7 @@ class GateLookahead(DemandForecast):
         following = self.seams[layer + 1]
         if following.extra is None or not all(self._is_bias(extra) for extra in following.extra):
             return  # the next router needs more than this layer can know, such as token ids
-        forecast = following.inner(moe_input, *following.extra)[2]
+        forecast = routed_ids(following.inner(moe_input, *following.extra))
         self.tier.prefetch(self.keys(layer + 1, forecast), deadline=self.tier.clock + 2)
 
     def _is_bias(self, extra: object) -> bool:

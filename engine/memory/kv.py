@@ -7,9 +7,10 @@ import copy
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 
 from engine.errors import UnsupportedModelError
-from engine.model.skeleton import find_experts, parent_of
+from engine.model.skeleton import cache_argument, find_experts, parent_of
 
 
 def cache_bytes(cache) -> int:
@@ -49,8 +50,8 @@ def kv_bytes(model: nn.Module) -> tuple[int, int]:
         cache = DynamicCache(config=probe.config)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         try:
-            with torch.no_grad():
-                probe(input_ids=ids, cache=cache, use_cache=True)
+            with torch.no_grad(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # else they have no shape
+                probe(input_ids=ids, use_cache=True, **{cache_argument(probe): cache})
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             raise UnsupportedModelError(
                 f"'{model.config.model_type}' does not run with transformers' DynamicCache: {str(error).splitlines()[0]}"

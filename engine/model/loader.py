@@ -47,7 +47,11 @@ def _load_resident(model: nn.Module, path: Path, renamed: dict[str, str], device
                 state[name] = file.get_tensor(key).to(device, copy=True)
     except SafetensorError as error:
         raise StoreError(f"{path} is damaged ({error}); prepare the model again") from error
-    result = model.load_state_dict(state, strict=False, assign=True)
+    try:
+        result = model.load_state_dict(state, strict=False, assign=True)
+    except RuntimeError as error:  # lists every tensor of another shape or kind, a line each
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise StoreError(f"{path} does not match the model ({reason}); prepare the model again") from error
     model.tie_weights()
     missing = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if missing or result.unexpected_keys:

@@ -25,7 +25,7 @@ class RouterSeam(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
         result = self.inner(hidden_states, *args, **kwargs)
         self.extra = None if kwargs else args
-        self.watch(self.layer, hidden_states, result[2])
+        self.watch(self.layer, hidden_states, routed_ids(result))
         return result
 
     def __getattr__(self, name: str):
@@ -34,6 +34,11 @@ class RouterSeam(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
+
+
+def routed_ids(result: tuple) -> torch.Tensor:
+    """The expert ids [n, k] in what a router returns: its one tensor of integers, wherever that stands."""
+    return next(part for part in result if isinstance(part, torch.Tensor) and not part.is_floating_point())
 
 
 def install(model: nn.Module, routers: list[str], watch: Watcher) -> list[RouterSeam]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +53,8 @@ def load_config(directory: Path):
         raise SourceError(f"{directory} holds no model: it has no config.json")
     try:
         return AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # noqa: BLE001 - a configuration class may raise anything on what it does not expect
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(
             f"{directory / 'config.json'} describes no architecture this transformers version knows: {reason}"
         ) from error
@@ -94,13 +95,12 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """
     found, others = {}, []
     for path, module in model.named_modules():
-        kind = type(module).__name__
-        if not kind.endswith("Experts") or kind.endswith("SharedExperts"):  # shared ones serve every token: resident
+        if not type(module).__name__.endswith("Experts"):
             continue
         fused = isinstance(getattr(module, "down_proj", None), nn.Parameter) and module.down_proj.ndim == 3
         if fused and hasattr(module, "_apply_gate"):
             found[path] = module
-        else:
+        elif not path.endswith("shared_experts"):  # those serve every token: resident
             others.append(path)
     kind = model.config.model_type
     if others:
@@ -129,6 +129,11 @@ def _shape_of(module: nn.Module) -> ExpertsShape:
     transposed = bool(module.is_transposed)
     inner, hidden = (down[1], down[2]) if transposed else (down[2], down[1])
     return ExpertsShape(down[0], hidden, inner, bool(module.has_gate), transposed, bool(module.has_bias))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name of the argument of `model` that takes a Cache; transformers renamed it after 5.20, the last for Python 3.10."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def parent_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:

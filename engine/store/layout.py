@@ -96,7 +96,7 @@ class StoreInfo:
     kv_bytes_fixed: int
     quantised_share: float  # of all weights, by count
     source: str
-    source_sha256: str  # of the source's config and shard names, sizes and headers
+    source_sha256: str  # the source's fingerprint
     crc32: tuple[int, ...] = field(default=(), repr=False)  # one a record, layer-major
     experts_file: str = EXPERTS_FILE
     version: int = FORMAT_VERSION

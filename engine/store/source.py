@@ -13,6 +13,7 @@ from engine.errors import SourceError
 from engine.store.progress import ProgressCallback
 
 INDEX_FILE = "model.safetensors.index.json"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard, evenly spaced
 
 
 class Source(Protocol):
@@ -79,10 +80,10 @@ def read_header(path: Path) -> dict[str, dict]:
             raise SourceError(f"{path} is not a whole safetensors file; download the checkpoint again")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
-            raise SourceError(f"{path} is not a safetensors file: its header is damaged") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise SourceError(f"{path} has a damaged header; download the checkpoint again") from error
     if size < 8 + length + end:
         raise SourceError(f"{path} is truncated: {size} bytes where {8 + length + end} are needed; download it again")
     return header
@@ -97,11 +98,24 @@ def weight_map(source: Source) -> dict[str, str]:
 
 
 def fingerprint(source: Source) -> str:
-    """sha256 of the source's configuration and tensor index: another checkpoint has another one."""
+    """sha256 by which a checkpoint is known again: of its configuration, its tensor index, and its version.
+
+    The version is the revision that a hub source's name ends with; of a local one it is samples of its weights, for a
+    fine-tuned model has the names and shapes of its base.
+    """
     digest = hashlib.sha256((source.config_dir / "config.json").read_bytes())
     digest.update(json.dumps(weight_map(source), sort_keys=True).encode())
-    if not Path(source.name).is_dir():
-        digest.update(source.name.encode())  # a hub source is named with its revision: two of them are never mixed
+    if not isinstance(source, LocalSource):
+        digest.update(source.name.encode())
+        return digest.hexdigest()
+    for shard in source.shards:
+        path = source.open_shard(shard)
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from engine.config import EXPERT_FORMATS, format_size
 from engine.errors import ConfigError, SourceError, StoreError
@@ -78,11 +78,12 @@ def _prepare(
     except ValueError as error:
         raise ConfigError(f"{source.name}: {error}; choose --experts int8 or bf16") from error
     layout = RecordLayout.make(formats, shape.biases())
-    resident = [u for u in units if u.expert is None]
-    header = _resident_header(model, [n for u in resident for n in _targets(u, model)])
+    tensors = model.state_dict()
+    resident = [name for unit in units if unit.expert is None for name in _targets(unit) if name in tensors]
+    header = _resident_header(model, {name: tensors[name] for name in sorted(resident)})
     per_token, fixed = kv_bytes(model)
     routed = len(paths) * shape.experts * shape.parameters()
-    total = routed + sum(model.state_dict()[n].numel() for n in header.entries)
+    total = routed + sum(tensors[name].numel() for name in header.entries)
     info = StoreInfo(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -134,7 +135,7 @@ def _write_units(work, source, model, shape, units, shards, info, header, journa
     left.sort(key=lambda unit: needs[unit.name][-1])
     uses = Counter(shard for unit in left for shard in needs[unit.name])
     done = len(units) - len(left)
-    tensors = _ShardReader(source, shards)
+    tensors = _ShardReader(source, shards, shape.experts)
     expert_name = [name for name in source.shards if uses[names[name]] == 0]
     for name in expert_name:
         source.release_shard(name)
@@ -163,21 +164,31 @@ def _write_units(work, source, model, shape, units, shards, info, header, journa
 
 
 class _ShardReader:
-    """Tensors by name from whichever shard holds them; a few shards are kept open."""
+    """Tensors by name from whichever shard holds them; a few shards are kept open. `experts`: in a layer."""
 
-    def __init__(self, source: Source, shards: dict[str, str]) -> None:
-        self.source, self.shards = source, shards
+    def __init__(self, source: Source, shards: dict[str, str], experts: int) -> None:
+        self.source, self.shards, self.experts = source, shards, experts
         self.open: OrderedDict[str, object] = OrderedDict()
 
     def read(self, key: str, row: int | None) -> torch.Tensor:
-        """The tensor `key`, or its slice [row : row + 1] along the first dimension."""
+        """The tensor `key`, or expert `row`'s slice of it [1, ...]. Raises SourceError naming the shard."""
         shard = self.shards[key]
-        if shard not in self.open:
-            path = self.source.open_shard(shard)
-            read_header(path)
-            self.open[shard] = safe_open(path, framework="pt")
-        handle = self.open[shard]
-        return handle.get_tensor(key) if row is None else handle.get_slice(key)[row : row + 1]
+        try:
+            if shard not in self.open:
+                path = self.source.open_shard(shard)
+                read_header(path)
+                self.open[shard] = safe_open(path, framework="pt")
+            if row is None:
+                return self.open[shard].get_tensor(key)
+            rows = self.open[shard].get_slice(key)
+            if rows.get_shape()[0] == self.experts:
+                return rows[row : row + 1]
+        except (SafetensorError, OSError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise SourceError(f"cannot read {key} from {shard} of {self.source.name}: {reason}; "
+                              "download the checkpoint again") from error  # fmt: skip
+        raise SourceError(f"{key} in {shard} of {self.source.name} holds {rows.get_shape()[0]} experts where config.json "
+                          f"says {self.experts}; the checkpoint does not match its config.json")  # fmt: skip
 
     def release(self, shard: str) -> None:
         self.open.pop(shard, None)
@@ -216,43 +227,52 @@ class _ResidentHeader:
         file.write(tensor.to(dtype).contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _targets(unit: Unit, model) -> list[str]:
-    """Names of the model tensors a resident unit makes."""
-    wanted, names = model.state_dict(), []
+def _targets(unit: Unit) -> Iterator[str]:
+    """Names of the model tensors a resident unit may make."""
     for recipe in unit.recipes:
         patterns = list(getattr(recipe.converter, "target_patterns", []))
-        names += [recipe.target, *(recipe.target.replace(patterns[0], other) for other in patterns[1:])]
-    return [name for name in names if name in wanted]
+        yield recipe.target
+        yield from (recipe.target.replace(patterns[0], other) for other in patterns[1:])
 
 
-def _resident_header(model, names: list[str]) -> _ResidentHeader:
+def _resident_header(model, tensors: dict[str, torch.Tensor]) -> _ResidentHeader:
     plan = model._get_dtype_plan(model.dtype)  # transformers keeps some modules in fp32 whatever the model's dtype
-    tensors = {}
-    for name in sorted(names):
-        tensor = model.state_dict()[name]
+    entries = {}
+    for name, tensor in tensors.items():
         keep = next((dtype for part, dtype in plan.items() if part in name), tensor.dtype)
-        tensors[name] = (keep, tuple(tensor.shape))
-    return _ResidentHeader(tensors)
+        entries[name] = (keep, tuple(tensor.shape))
+    return _ResidentHeader(entries)
 
 
 class _Journal:
-    """Lines of finished units; a line is only on disk after the data it vouches for."""
+    """Lines of finished units after one that says what is prepared; a line is only on disk after its data.
+
+    What was begun from another checkpoint or in another format is of no use, nor are lines without their data.
+    """
 
     def __init__(self, work: Path, identity: dict) -> None:
         self.path = work / _JOURNAL
         self.records: dict[str, int] = {}
         self.pending: list[str] = []
-        lines = self.path.read_text().splitlines() if self.path.is_file() else []
-        if lines and json.loads(lines[0]) != identity:
-            lines = []  # another checkpoint or format was begun here: its data is of no use to this one
-        for line in lines[1:]:
+        whole = all((work / name).is_file() for name in (_JOURNAL, EXPERTS_FILE, RESIDENT_FILE))
+        lines = self._parse(self.path.read_text()) if whole else []
+        if lines[:1] == [identity]:
+            self.records = dict(lines[1:])
+        kept = [identity, *([name, crc] for name, crc in self.records.items())]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(self.path)
+
+    @staticmethod
+    def _parse(text: str) -> list:
+        """The lines of a journal, up to one that a kill cut short: its unit is written again."""
+        lines = []
+        for line in text.splitlines():
             try:
-                name, crc = json.loads(line)
+                lines.append(json.loads(line))
             except ValueError:
-                break  # the line a kill cut short: its unit is written again
-            self.records[name] = crc
-        kept = [json.dumps(identity), *(json.dumps([n, c]) for n, c in self.records.items())]
-        self.path.write_text("\n".join(kept) + "\n")
+                break
+        return lines
 
     def add(self, name: str, crc: int, files: tuple) -> None:
         self.records[name] = crc

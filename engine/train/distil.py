@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.train.chats import Chat
 from engine.train.loss import top_kl
@@ -32,8 +33,7 @@ class DistilSettings:
 
     batch_tokens: int = 1024
     router_lr: float = 2e-3
-    a_lr: float = 1e-3
-    b_lr: float = 5e-3
+    healing_lr: float = 1e-3
     warm_up: float = 0.04
     final: float = 0.02
     clip: float = 1.0
@@ -61,12 +61,9 @@ def make_batches(lengths: list[int], batch_tokens: int, seed: int) -> list[list[
 
 
 def batch_loss(student: Student, chats: list[Chat]) -> Tensor:
-    """The distillation loss of one right-padded batch of chats."""
-    longest = max(len(chat.ids) for chat in chats)
-    ids = torch.zeros(len(chats), longest, dtype=torch.long)
-    for row, chat in zip(ids, chats):
-        row[: len(chat.ids)] = chat.ids
-    positions = torch.cat([chat.targets + row * longest for row, chat in enumerate(chats)])
+    """KL(teacher ‖ student) at the reply positions of one right-padded batch of chats."""
+    ids = pad_sequence([chat.ids for chat in chats], batch_first=True)
+    positions = torch.cat([chat.targets + row * ids.shape[1] for row, chat in enumerate(chats)])
     hidden = student.hidden(ids).flatten(0, 1)[positions]
     top_ids = torch.cat([chat.top_ids for chat in chats])
     top_log_probs = torch.cat([chat.top_log_probs for chat in chats])
@@ -102,8 +99,8 @@ def distil(
     batches = make_batches([len(chat.ids) for chat in chats], settings.batch_tokens, settings.seed)
     steps = len(batches)
     trained = student.trained()
-    peaks = [settings.router_lr, settings.a_lr, settings.b_lr]
-    groups = [[p for n, p in trained.items() if n.endswith(ending)] for ending in (".router", ".a", ".b")]
+    peaks = [settings.router_lr, settings.healing_lr]
+    groups = [[p for n, p in trained.items() if n.endswith(".router") == routers] for routers in (True, False)]
     parameters = [p for group in groups for p in group]
     optimiser = torch.optim.Adam([{"params": g, "lr": lr} for g, lr in zip(groups, peaks)], betas=(0.9, 0.98))
     identity = {**asdict(settings), "steps": steps, "tokens": sum(len(chat.ids) for chat in chats)}
@@ -117,32 +114,31 @@ def distil(
         if first < steps:
             optimiser.load_state_dict(state["optimiser"])
     student.merge()
-    pool = ThreadPoolExecutor(settings.workers)
-    for step in range(first, steps if stop_after is None else min(stop_after, steps)):
-        started = time.monotonic()
-        batch = [chats[i] for i in batches[step]]
-        for group, peak in zip(optimiser.param_groups, peaks):
-            group["lr"] = peak * _schedule(step, steps, settings)
-        parts = [batch[i :: settings.workers] for i in range(min(settings.workers, len(batch)))]
-        total = sum(len(chat.targets) for chat in batch)
-        results = list(pool.map(partial(_gradients, student, parameters, total), parts))
-        loss = sum(part_loss for part_loss, _ in results)
-        for parameter, *gradients in zip(parameters, *(part for _, part in results)):
-            parameter.grad = sum(gradients[1:], start=gradients[0])
-        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
-        optimiser.step()
-        optimiser.zero_grad()
-        student.merge()
-        tokens = sum(len(chat.ids) for chat in batch)
-        report({"step": step + 1, "steps": steps, "kl": loss, "norm": norm.item(), "tokens": tokens,
-                "seconds": time.monotonic() - started})  # fmt: skip
-        if (step + 1) % settings.save_every == 0 or step + 1 == steps:
-            state = {
-                "identity": identity,
-                "step": step + 1,
-                "trained": trained,
-                "optimiser": optimiser.state_dict(),
-            }
-            temporary = checkpoint.with_suffix(".partial")
-            torch.save(state, temporary)
-            temporary.replace(checkpoint)
+    with ThreadPoolExecutor(settings.workers) as pool:
+        for step in range(first, steps if stop_after is None else min(stop_after, steps)):
+            started = time.monotonic()
+            batch = [chats[i] for i in batches[step]]
+            for group, peak in zip(optimiser.param_groups, peaks):
+                group["lr"] = peak * _schedule(step, steps, settings)
+            parts = [batch[i :: settings.workers] for i in range(min(settings.workers, len(batch)))]
+            total = sum(len(chat.targets) for chat in batch)
+            losses, parts_gradients = zip(*pool.map(partial(_gradients, student, parameters, total), parts))
+            for parameter, *summands in zip(parameters, *parts_gradients):
+                parameter.grad = sum(summands[1:], start=summands[0])
+            norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+            optimiser.step()
+            optimiser.zero_grad()
+            student.merge()
+            tokens = sum(len(chat.ids) for chat in batch)
+            report({"step": step + 1, "steps": steps, "kl": sum(losses), "norm": norm.item(), "tokens": tokens,
+                    "seconds": time.monotonic() - started})  # fmt: skip
+            if (step + 1) % settings.save_every == 0 or step + 1 == steps:
+                state = {
+                    "identity": identity,
+                    "step": step + 1,
+                    "trained": trained,
+                    "optimiser": optimiser.state_dict(),
+                }
+                temporary = checkpoint.with_suffix(".partial")
+                torch.save(state, temporary)
+                temporary.replace(checkpoint)

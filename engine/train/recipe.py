@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,32 +33,28 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """`shards` shards of `shard` chats; every `hold_out`-th chat is for scoring only, `scored` of them are
-    used."""
+    """The chats come in `shards` shards of `shard`; every `hold_out`-th chat is for scoring only, and at most `scored`
+    of those are used. The others are trained on once."""
 
     shape: SplitShape = SplitShape(shared=896, experts=10, size=64, active=5)
     rank: int = 32
-    shards: int = 12
+    shards: int = 6
     shard: int = 160
     max_new: int = 176
     top_k: int = 64
     slots: int = 80
     split_chats: int = 60
     hold_out: int = 16
-    scored: int = 100
+    scored: int = 64
     save_asset_every: int = 20
     seed: int = 0
-    workers: int = 2
-    passes: tuple[DistilSettings, ...] = (
-        DistilSettings(router_lr=2e-3, a_lr=1e-3, b_lr=1e-3, seed=0),
-        DistilSettings(router_lr=4e-3, a_lr=1e-3, b_lr=5e-3, seed=1),
-    )
+    distil: DistilSettings = DistilSettings()
 
 
 # Small enough to see in a minute that every part works; the result is no better than an untrained split.
 QUICK = Recipe(
     rank=4, shards=1, shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
-    passes=(DistilSettings(batch_tokens=256, save_every=2),),
+    distil=DistilSettings(batch_tokens=256, save_every=2),
 )  # fmt: skip
 
 
@@ -91,7 +86,7 @@ def gather_chats(
             say(f"chats {index + 1}/{recipe.shards}")
         return load_chats(path)
 
-    with ThreadPoolExecutor(recipe.workers) as pool:
+    with ThreadPoolExecutor(recipe.distil.workers) as pool:
         return [chat for chats in pool.map(shard, range(recipe.shards)) for chat in chats]
 
 
@@ -131,14 +126,13 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
         "versions": json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}),
     }
 
-    def report(pass_index: int, step: dict) -> None:
-        say(json.dumps({"pass": pass_index, **step}))
+    def report(step: dict) -> None:
+        say(json.dumps(step))
         if step["step"] % recipe.save_asset_every == 0:
-            progress = json.dumps({"pass": pass_index, "step": step["step"], "steps": step["steps"]})
+            progress = json.dumps({"step": step["step"], "steps": step["steps"]})
             save_asset(out, recipe.shape, student_tensors(student), {**metadata, "unfinished": progress})
 
-    for i, settings in enumerate(recipe.passes):
-        distil(student, training, settings, work / f"distil-{i}.pt", partial(report, i))
+    distil(student, training, recipe.distil, work / "distil.pt", report)
     save_asset(out, recipe.shape, student_tensors(student), metadata)
     say("building and scoring")
     build_default_model(gguf, out, work / "model")

@@ -134,8 +134,7 @@ class Student(nn.Module):
                 module.merge()
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states [batch, tokens, hidden] of right-padded ids [batch, tokens]; causality hides
-        the padding."""
+        """Final hidden states [batch, tokens, hidden] of right-padded ids [batch, tokens]; causality hides the padding."""
         return self.lm.model(input_ids=ids, use_cache=False).last_hidden_state
 
     def logits(self, ids: Tensor) -> Tensor:

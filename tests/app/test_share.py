@@ -32,7 +32,7 @@ def test_an_open_app_for_others_cannot_even_be_described():
 @pytest.mark.parametrize(("host", "link"), [("127.0.0.1", True), ("0.0.0.0", False), ("192.168.1.5", True)])
 def test_others_need_a_password_which_is_made_up_when_nobody_can_be_asked(host, link):
     first, second = decide(host, link, []), decide(host, link, [])
-    (user, password), = first.accounts
+    ((user, password),) = first.accounts
     assert user == share.GUEST and len(password) >= 16 and first.made_up and first.remote
     assert second.accounts[0][1] != password
 
@@ -65,6 +65,14 @@ def test_a_taken_port_is_said_with_the_way_out_and_without_a_wish_the_next_is_fo
         assert share.free_port("127.0.0.1", None) > first
 
 
+def test_a_proxy_is_not_asked_for_this_computer():
+    environment = {"HTTP_PROXY": "http://proxy:3128", "no_proxy": "corp.example,localhost"}
+    share.spare_proxy(environment)
+    share.spare_proxy(environment)
+    assert environment["no_proxy"] == "corp.example,localhost,127.0.0.1,::1"
+    assert environment["NO_PROXY"] == "127.0.0.1,localhost,::1"
+
+
 def test_without_internet_the_app_goes_on_and_says_so():
     said: list[str] = []
 
@@ -73,7 +81,8 @@ def test_without_internet_the_app_goes_on_and_says_so():
 
     assert share.open_link("127.0.0.1", 7860, offline, said.append) is None
     assert "No public link" in said[-1] and "internet" in said[-1] and "locally" in said[-1]
-    assert share.open_link("127.0.0.1", 7860, lambda *_: "http://abc.gradio.live", said.append) == "https://abc.gradio.live"
+    link = share.open_link("127.0.0.1", 7860, lambda *_: "http://abc.gradio.live", said.append)
+    assert link == "https://abc.gradio.live"
     assert said[-1].endswith("https://abc.gradio.live")
 
 

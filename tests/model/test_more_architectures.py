@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from engine import UnsupportedModelError, prepare
+from engine.model.skeleton import cache_argument
 from tests.streaming import PROMPT, greedy, open_engine, reference_greedy, streamed
 from tests.tiny_models import save_random
 
@@ -84,11 +85,12 @@ def logits(model) -> list[torch.Tensor]:
     """Of a prompt, and of two more tokens on its cache."""
     ids, cache = torch.tensor([PROMPT]), DynamicCache(config=model.config)
     pieces = (ids[:, :-2], ids[:, -2:-1], ids[:, -1:])
-    return [model(input_ids=piece, cache=cache, use_cache=True).logits for piece in pieces]
+    past = {cache_argument(model): cache}
+    return [model(input_ids=piece, use_cache=True, **past).logits for piece in pieces]
 
 
 def assert_same_logits(model, directory, top_k: int):
-    with open_engine(prepare(directory, directory.with_name("store"), "bf16"), top_k, prefetch="gate") as engine:
+    with open_engine(prepare(directory, directory.with_name("store"), "bf16"), top_k, "auto") as engine:
         for got, wanted in zip(logits(streamed(engine)), logits(model), strict=True):
             assert torch.isfinite(wanted).all()
             assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
@@ -97,6 +99,8 @@ def assert_same_logits(model, directory, top_k: int):
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_it_prepares_and_gives_transformers_logits(kind, tmp_path):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers version has no {kind}")
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**{**SMALL, **ARCHITECTURES[kind]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from engine.model.skeleton import cache_argument
 from engine.store.layout import read_info
 from tests.streaming import error_of, open_engine, reference, streamed, use_stored_experts
 from tests.tiny_models import CONFIGS
@@ -25,7 +26,7 @@ def logits(model, prefill: list[torch.Tensor], decoded: torch.Tensor) -> list[to
     results = [model(input_ids=prompt).logits for prompt in prefill]
     cache = DynamicCache(config=model.config)
     for piece in (decoded[:, :7], *decoded[:, 7:].split(1, dim=1)):
-        results.append(model(input_ids=piece, cache=cache, use_cache=True).logits)
+        results.append(model(input_ids=piece, use_cache=True, **{cache_argument(model): cache}).logits)
     return results
 
 
