@@ -58,7 +58,7 @@ def device_tier(host: Tier, slots: int, device: torch.device, link: Link) -> Tie
 
 
 def _policy(layers: int, experts: int) -> Lfru:
-    return Lfru(layers * experts, _HALF_LIFE_TOKENS * layers)
+    return Lfru(layers, experts, _HALF_LIFE_TOKENS * layers)
 
 
 def _host_slots(info: StoreInfo, config: EngineConfig) -> int:

@@ -101,6 +101,8 @@ class Tier:
     def begin(self, keys: list[int]) -> None:
         """Start fetching those of `keys` that are absent: the next lease will ask for them all."""
         with self._lock:
+            if keys:
+                self.policy.at(keys[0] // self.experts)
             self._begun.update(key for key in keys if self._slot_of[key] == _NEVER)
         self.prefetch(keys, self.clock + 1, DEMAND)
 

@@ -36,14 +36,18 @@ class Recipe:
     def convert(
         self, tensors: dict[str, list[torch.Tensor]], model: nn.Module | _OneExpert
     ) -> dict[str, torch.Tensor]:
-        """source pattern -> tensors, converted to model tensor name -> tensor."""
+        """source pattern -> tensors, converted to model tensor name -> tensor. Raises SourceError where shapes clash."""
         if self.converter is None:
             return {self.target: next(iter(tensors.values()))[0]}
         converter = copy.deepcopy(self.converter)
         for pattern, items in tensors.items():
             for key, tensor in zip(self.keys[pattern], items, strict=False):
                 converter.add_tensor(self.target, key, pattern, tensor)
-        result = converter.convert(self.target, model=model, config=model.config)
+        try:
+            result = converter.convert(self.target, model=model, config=model.config)
+        except (RuntimeError, ValueError) as error:
+            raise SourceError(f"cannot make {self.target} of {', '.join(tensors)}: {error}; "
+                              "the checkpoint does not match its config.json") from error  # fmt: skip
         return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
 
 

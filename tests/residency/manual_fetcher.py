@@ -128,7 +128,7 @@ class Lease:
 def make_tier(slots: int, layers: int = 2, experts: int = 8, fetcher=None) -> tuple[Tier, ManualFetcher]:
     fetcher = fetcher or ManualFetcher()
     arena = SlotArena(slots, 4096, torch.device("cpu"))
-    return Tier(layers, experts, arena, fetcher, Lfru(layers * experts, 64)), fetcher
+    return Tier(layers, experts, arena, fetcher, Lfru(layers, experts, 64)), fetcher
 
 
 def fill(tier: Tier, fetcher: ManualFetcher, keys: list[int]) -> None:

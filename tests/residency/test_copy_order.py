@@ -129,7 +129,7 @@ def test_bytes_and_residency_of_a_device_tier():
     host, link = make_tier(slots=8, seed=0), EmulatedLink(1e9)
     arena = SlotArena(3, RECORD, torch.device("cpu"))
     fetcher = CopyFetcher(host, arena, link)
-    tier = Tier(LAYERS, EXPERTS, arena, fetcher, Lfru(LAYERS * EXPERTS, 20))
+    tier = Tier(LAYERS, EXPERTS, arena, fetcher, Lfru(LAYERS, EXPERTS, 20))
     list(tier.lease([0, 1, 9]))
     assert fetcher.meter.bytes == 3 * RECORD
     assert (tier.residency() != 0).sum() == 3

@@ -40,7 +40,7 @@ class Source(QueuedFetcher):
 
 def make_tier(slots: int, seed: int, failures: float = 0.0) -> Tier:
     arena = SlotArena(slots, RECORD, torch.device("cpu"))
-    return Tier(LAYERS, EXPERTS, arena, Source(arena, seed, failures), Lfru(LAYERS * EXPERTS, 20))
+    return Tier(LAYERS, EXPERTS, arena, Source(arena, seed, failures), Lfru(LAYERS, EXPERTS, 20))
 
 
 class Visitor:
