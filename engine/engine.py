@@ -114,6 +114,8 @@ class Engine:
         Raises BusyError while another generation runs, ConfigError for a prompt that leaves no room in the context, and
         ReadError when an expert cannot be read.
         """
+        if self._model is None:
+            raise ConfigError("the engine is closed: load the model again")
         if not prompt:
             raise ConfigError("the prompt is empty: there is nothing to continue")
         room = self.config.context - len(prompt)

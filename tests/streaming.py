@@ -11,6 +11,7 @@ from engine import Engine, EngineConfig, GenerationConfig
 from engine.decode.reuse import Conversation
 from engine.store.layout import StoreInfo, read_info
 
+REPETITION = 1.5  # punished: random models repeat themselves, and would visit few of their experts
 PROMPT = [9, 100, 31, 7, 250, 12, 44, 180, 3, 77, 160, 23, 5]
 
 
@@ -25,9 +26,9 @@ def open_engine(
     return engine
 
 
-def greedy(engine: Engine, prompt: list[int] = PROMPT, tokens: int = 12, stop: tuple[str, ...] = ()) -> list[int]:
+def greedy(engine: Engine, prompt: list[int] = PROMPT, tokens: int = 12) -> list[int]:
     """Token ids of a greedy reply, the end token included."""
-    generation = GenerationConfig(max_tokens=tokens, temperature=0, stop=stop)
+    generation = GenerationConfig(max_tokens=tokens, temperature=0, repetition_penalty=REPETITION)
     return [token for chunk in engine.complete(prompt, generation) for token in chunk.token_ids]
 
 
@@ -46,7 +47,10 @@ def reference(checkpoint: Path, dtype: torch.dtype = torch.float32) -> torch.nn.
 def reference_greedy(model: torch.nn.Module, prompt: list[int] = PROMPT, tokens: int = 12) -> list[int]:
     """Token ids that transformers' own greedy decoding adds to `prompt`."""
     ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    mask = torch.ones_like(ids)
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, repetition_penalty=REPETITION
+    )
     return output[0, len(prompt) :].tolist()
 
 

@@ -10,12 +10,12 @@ import torch
 
 from engine import GenerationConfig
 from engine.store.layout import read_info
-from tests.streaming import PROMPT, greedy, open_engine, reference, reference_greedy
+from tests.streaming import PROMPT, REPETITION, greedy, open_engine, reference, reference_greedy
 
 CHUNK = 8
 LONG = [*PROMPT, *range(60, 90)]  # over several chunks and sliding windows
 EDITED = [*LONG[:20], *range(200, 215)]  # shares two chunks and a half
-GREEDY = GenerationConfig(max_tokens=12, temperature=0)
+GREEDY = GenerationConfig(max_tokens=12, temperature=0, repetition_penalty=REPETITION)
 # Full attention, sliding windows, recurrent layers of two kinds, latent attention.
 KINDS = ["qwen2_moe", "gpt_oss", "qwen3_5_moe", "bailing_hybrid", "deepseek_v2"]
 
