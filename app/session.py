@@ -70,7 +70,7 @@ def request_messages(conversation: Conversation) -> list[dict]:
 class Replies:
     """Makes replies for tabs, and knows which page each belongs to, so that closing the page ends its reply."""
 
-    def __init__(self, desk: Desk, pause: float = 0.15) -> None:
+    def __init__(self, desk: Desk, pause: float = 0.2) -> None:
         self.desk = desk
         self._pause = pause
         self._of_page: dict[str, tuple[Turn, Conversation]] = {}

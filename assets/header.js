@@ -80,7 +80,11 @@ async function ask() {
   timer = setTimeout(ask, pause);
 }
 
+let shown = ""; // what the header says: nothing is written twice, since every write makes the page lay itself out
+
 function showStatus(phase, text, model) {
+  if (shown === [phase, text, model].join("\n")) return;
+  shown = [phase, text, model].join("\n");
   const pill = element.querySelector("#or-status");
   pill.dataset.phase = phase;
   pill.querySelector("b").textContent = model;
@@ -88,7 +92,11 @@ function showStatus(phase, text, model) {
   pill.title = [model, text].filter(Boolean).join(": ");
 }
 
+let progress = "";
+
 function showProgress({ phase, fraction }) {
+  if (progress === [phase, fraction].join()) return;
+  progress = [phase, fraction].join();
   const bar = element.querySelector("#or-progress");
   bar.classList.toggle("on", phase === "loading");
   bar.classList.toggle("unknown", fraction === null);
@@ -97,6 +105,7 @@ function showProgress({ phase, fraction }) {
 
 function showFailure(text) {
   const banner = element.querySelector("#or-failure");
+  if (banner.textContent === text) return;
   banner.hidden = !text;
   banner.textContent = text;
 }

@@ -10,7 +10,11 @@ document.addEventListener("outrider-live", ({ detail: live }) => {
   drawRates(live.rates);
 });
 
+let drawn = ""; // what the chart shows
+
 function drawRates(rates) {
+  if (drawn === rates.join()) return;
+  drawn = rates.join();
   const line = part("line");
   const area = part("area");
   part("chart").classList.toggle("empty", rates.length < 2);

@@ -3,7 +3,7 @@ const part = (name) => element.querySelector(`[data-part="${name}"]`);
 
 document.addEventListener("outrider-live", ({ detail: live }) => {
   if (!element.isConnected) return;
-  part("asked").textContent = live.figures.asked;
+  if (part("asked").textContent !== live.figures.asked) part("asked").textContent = live.figures.asked;
   drawCells(live.cells);
 });
 

@@ -86,7 +86,7 @@ def test_tokens_are_those_of_transformers(kind, step, prefetch, store, expected)
 def test_rounding_does_not_depend_on_the_memory_either(experts, store):
     """A bf16 model with quantised experts: no reference but itself, all resident."""
     directory, wanted = store("qwen2_moe", experts, torch.bfloat16), None
-    for slots in reversed(budgets(directory)):
+    for slots in (None, 12, 3):
         for prefetch in ("none", "gate"):
             with open_engine(directory, slots, prefetch, chunk=CHUNK) as engine:
                 got = [greedy(engine, prompt) for prompt in (LONG, EDITED, PROMPT, LONG)]

@@ -267,7 +267,7 @@ def test_second_launcher_waits_for_the_first(root, capsys):
     first = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
     assert first.stdout.readline() == "1\n"
     with launcher.setup_lock(root):
-        assert first.wait(10) == 0
+        assert first.wait(60) == 0
     assert "Another window" in capsys.readouterr().out
 
 
@@ -287,7 +287,7 @@ def test_signals_end_the_app_too(fake, number, code):
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    assert process.wait(20) == code
+    assert process.wait(90) == code
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from engine.bench.measure import RESULTS_DIR, save
@@ -52,7 +54,9 @@ def _stores(args: argparse.Namespace, work: Path) -> tuple[Path | None, Path]:
     """(checkpoint directory or None, store) to measure."""
     if args.model != DEFAULT_MODEL:
         _check_disk(args, work)
-        return None, write_synthetic(args.model, work / args.model, args.experts)
+        # In a process of its own: what writing leaves in the heap would be counted as the engine's resident set.
+        with ProcessPoolExecutor(1, get_context("spawn")) as writer:
+            return None, writer.submit(write_synthetic, args.model, work / args.model, args.experts).result()
     from engine.store.default_model import build_checkpoint
     from engine.store.writer import prepare
 

@@ -193,7 +193,8 @@ class Tier:
         self.counters.misses += len(missed)
         self.counters.late += len(late)
         self.counters.hits += len(keys) - len(missed) - len(late)
-        self.policy.touch(keys, self.clock)
+        if not self.all_resident:  # nobody ever gives way there
+            self.policy.touch(keys, self.clock)
         self._used_at[keys] = self.clock
         if missed or late:
             self._missed_at[missed + late] = self.clock
@@ -260,13 +261,13 @@ class Tier:
         began = time.perf_counter()
         with self._changed:
             while True:
+                self._start(absent, waiting)  # first: what another thread fetched meanwhile is ready already
                 error = next((self._errors[slot] for slot in waiting.values() if slot in self._errors), None)
                 if error is not None:
                     raise error
                 ready = [(key, slot) for key, slot in waiting.items() if self._state[slot] == READY]
                 if ready:
                     break
-                self._start(absent, waiting)
                 self._changed.wait()
             for key, _ in ready:
                 del waiting[key]

@@ -38,8 +38,10 @@ def repack(directory: Path, info: StoreInfo, packing: str) -> StoreInfo:
         old.unlink()
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StoreError(f"{directory} is packed for a processor with {info.packing} and this one needs {packing}; it cannot be "
-                         f"repacked ({error.strerror or error}): free {old.stat().st_size} bytes or make it writable") from error  # fmt: skip
+        raise StoreError(
+            f"{directory} is packed for a processor with {info.packing} and this one needs {packing}; it cannot be "
+            f"repacked ({error.strerror or error}): free {old.stat().st_size} bytes or make it writable"
+        ) from error
     return result
 
 

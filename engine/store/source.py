@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.errors import SourceError
+from engine.store.layout import INFO_FILE
 from engine.store.progress import ProgressCallback
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,7 +45,8 @@ class LocalSource:
         if index.is_file():
             self.shards = sorted(set(read_index(index).values()))
         else:
-            self.shards = sorted(path.name for path in directory.glob("*.safetensors"))
+            found = sorted(path.name for path in directory.glob("*.safetensors"))
+            self.shards = ["model.safetensors"] if "model.safetensors" in found else found  # beside it lie other things
         if not self.shards:
             raise SourceError(f"{directory} has no .safetensors weights; convert the checkpoint to safetensors first")
         missing = [name for name in self.shards if not (directory / name).is_file()]
@@ -127,6 +129,8 @@ def open_source(
     progress and cancel are for downloads.
     """
     path = Path(source).expanduser()
+    if (path / INFO_FILE).is_file():
+        raise SourceError(f"{path} is a prepared store already: use it as it is, or prepare from its checkpoint")
     if path.is_dir():
         return LocalSource(path)
     if path.is_file():

@@ -140,8 +140,8 @@ def test_budget_and_prefetch_change_without_a_reload_and_the_chat_goes_on(served
     slider.press("ArrowRight")
     expect(page.locator("#or-plan")).to_contain_text("24.0 MiB")
     page.get_by_label("Nobody").check()
-    wait_until(lambda: engine.config.prefetch == "none")
-    assert app.desk.engine is engine and engine.plan.expert_budget_bytes == 24 * 2**20
+    wait_until(lambda: engine.config.prefetch == "none" and engine.plan.expert_budget_bytes == 24 * 2**20)
+    assert app.desk.engine is engine
     say(page, "And another short one")
     expect(reply(page)).to_have_count(4)  # two replies and the line of figures below each
     wait_done(page)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +14,14 @@ from engine.residency.policy import Lfru
 from engine.residency.tier import Tier
 
 SECONDS = 30  # longer than any wait of a test that is not stuck
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until another thread has brought `condition` about."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
 
 
 class ManualFetcher:

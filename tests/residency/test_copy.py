@@ -124,9 +124,10 @@ def test_a_failed_read_below_reaches_the_lease_above(store):
 
     arena = SlotArena(4, info.layout.record_bytes, torch.device("cpu"))
     reader = Broken(store / info.experts_file, info.layout.record_bytes)
-    host = Tier(len(info.layers), info.experts, arena, StoreFetcher(reader, arena, 2), Lfru(len(info.layers), info.experts, 64))
+    shape = (len(info.layers), info.experts)
+    host = Tier(*shape, arena, StoreFetcher(reader, arena, 2), Lfru(*shape, 64))
     target = SlotArena(4, info.layout.record_bytes, torch.device("cpu"))
-    tier = Tier(len(info.layers), info.experts, target, CopyFetcher(host, target, EmulatedLink(1e9)), Lfru(len(info.layers), info.experts, 64))
+    tier = Tier(*shape, target, CopyFetcher(host, target, EmulatedLink(1e9)), Lfru(*shape, 64))
     with pytest.raises(OSError, match="broken disk"):
         list(tier.lease([0, 1]))
     tier.close()

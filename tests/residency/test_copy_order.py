@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.residency.build import device_tier
 from engine.residency.copy import CopyFetcher, EmulatedLink
 from engine.residency.policy import Lfru
 from engine.residency.tier import IN_FLIGHT, Tier
+from tests.residency.manual_fetcher import until
 from tests.residency.test_stress import EXPERTS, LAYERS, RECORD, make_tier
 
 
@@ -66,23 +68,19 @@ def test_a_copy_waits_for_the_last_use_of_its_slot_and_the_next_use_for_the_copy
     link = StepLink()
     tier = device_tier(make_tier(slots=8, seed=0), 1, torch.device("cpu"), link)
     for index, key in enumerate((3, 4)):
-        results = []
-        thread = threading.Thread(target=lambda key=key: results.extend(use(tier, key)), daemon=True)
-        thread.start()
-        assert link.begun.acquire(timeout=30)
-        assert link.copies[index][2] == (None if index == 0 else "use 1")
-        link.finish(index)
-        thread.join(30)
-        assert results == [key]
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(use, tier, key)
+            assert link.begun.acquire(timeout=30)
+            assert link.copies[index][2] == (None if index == 0 else "use 1")
+            link.finish(index)
+        assert result.result() == [key]
         assert link.ordered[-1] is link.copies[index][3]
     tier.close()
 
 
-def use(tier: Tier, key: int):
+def use(tier: Tier, key: int) -> list[int]:
     """What the slot of `key` holds while it is leased."""
-    for batch in tier.lease([key]):
-        for _, slot in batch:
-            yield int(tier.arena.record(slot)[0])
+    return [int(tier.arena.record(slot)[0]) for batch in tier.lease([key]) for _, slot in batch]
 
 
 def test_an_expert_whose_copy_is_under_way_is_late():
@@ -91,14 +89,12 @@ def test_an_expert_whose_copy_is_under_way_is_late():
     tier.prefetch([2], 2**40)
     assert link.begun.acquire(timeout=30)
     tier.settle()  # the copy is ordered, which is all a device slot needs to be ready
-    thread = threading.Thread(target=lambda: list(use(tier, 2)), daemon=True)
-    thread.start()
-    while not link.ordered:
-        pass
-    link.finish(0)
-    thread.join(30)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(use, tier, 2)
+        until(lambda: link.ordered)
+        link.finish(0)
     assert (tier.counters.hits, tier.counters.late, tier.counters.misses) == (0, 1, 0)
-    assert list(use(tier, 2)) == [2]
+    assert use(tier, 2) == [2]
     assert tier.counters.hits == 1
     tier.close()
 

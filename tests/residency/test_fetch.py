@@ -11,6 +11,7 @@ from engine.errors import ReadError
 from engine.memory.arena import SlotArena
 from engine.residency.fetch import DEMAND, LinkMeter, QueuedFetcher, StoreFetcher
 from engine.store.reader import RecordReader
+from tests.residency.manual_fetcher import until
 
 
 class Recorder(QueuedFetcher):
@@ -77,8 +78,7 @@ def test_close_drops_the_queue_and_waits_for_what_is_under_way():
     assert fetcher.entered.wait(30)
     closer = threading.Thread(target=fetcher.close)
     closer.start()
-    while fetcher._queue:
-        pass
+    until(lambda: not fetcher._queue)
     fetcher.gate.set()
     closer.join(30)
     assert not closer.is_alive()

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import ReadError
 from engine.residency.tier import ABSENT, HIT, IN_FLIGHT, MISSED, READY, RESIDENT
-from tests.residency.manual_fetcher import Lease, fill, make_tier
+from tests.residency.manual_fetcher import Lease, fill, make_tier, until
 
 FAR = 2**40  # a deadline that does not pass
 
@@ -85,8 +85,7 @@ def test_a_demand_joins_a_prefetch_that_is_queued_and_promotes_it():
     tier, fetcher = make_tier(slots=8)
     tier.prefetch([0, 1], FAR)
     demand = Lease(tier, [1])
-    while fetcher.queued() != [1, 0, 1]:  # asked for again, more urgently
-        pass
+    until(lambda: fetcher.queued() == [1, 0, 1])  # asked for again, more urgently
     assert fetcher.fetch() == 1
     assert demand.batch() == [1]
     demand.end()
@@ -163,8 +162,7 @@ def test_an_error_reaches_all_who_wait_for_the_same_expert():
     fetcher.wait_for(0)
     assert fetcher.next() == 0
     second = Lease(tier, [0])
-    while tier.counters.late == 0:
-        pass
+    until(lambda: tier.counters.late)
     fetcher.finish(0, ReadError("gone"))
     first.end()
     second.end()
@@ -269,8 +267,7 @@ def test_the_residency_map():
     lease.end()
     assert tier.residency()[0].tolist() == [HIT, RESIDENT, HIT, ABSENT]
     late = Lease(tier, [5])
-    while tier.counters.late == 0:
-        pass
+    until(lambda: tier.counters.late)
     fetcher.finish(5)
     late.end()
     assert tier.residency()[1].tolist() == [ABSENT, MISSED, IN_FLIGHT, ABSENT]
