@@ -145,7 +145,7 @@ class EmulatedLink:
 
 
 class CopyFetcher(QueuedFetcher):
-    """Fills the slots of a device tier from a host tier over `link`.
+    """Fills the slots of a device tier from a host tier over `link`, for one thread that computes.
 
     A device slot counts as ready as soon as its copy is under way: computation is ordered after the copy by its mark.
     The host slot stays leased until the copy has ended. One thread, so that copies keep the order of their urgency.
