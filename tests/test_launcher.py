@@ -281,7 +281,13 @@ def test_signals_end_the_app_too(fake, number, code):
     (root / "engine.py").touch()
     (root / "launcher.py").write_text((PROJECT / "launcher.py").read_text())
     command = [sys.executable, "launcher.py"]
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite started in the background inherits that they are ignored
+
+    process = subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_interrupts
+    )
     pid = next(int(line) for line in process.stdout if line.strip().isdigit())
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
