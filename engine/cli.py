@@ -112,6 +112,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--context", type=int, default=defaults.context, help="tokens of prompt and reply to plan for")
     command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
     command.add_argument("--prefetch", choices=("auto", *PREFETCH), default=defaults.prefetch)
+    command.add_argument("--no-lora", dest="lora", action="store_false", help="edge0: leave the recovery LoRA off")
     command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     command.add_argument("--read-threads", type=int, default=defaults.read_threads)
@@ -120,8 +121,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.resident,
-                        args.device, args.page_cache, args.read_threads, args.host_memory)  # fmt: skip
+    return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.lora,
+                        args.resident, args.device, args.page_cache, args.read_threads, args.host_memory)  # fmt: skip
 
 
 def _print_json(value: dict) -> None:

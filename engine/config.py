@@ -22,6 +22,7 @@ class Mode(str, Enum):
     """Who foresees the experts; see the README's table."""
 
     ON_DEMAND = "on-demand"
+    EDGE0 = "edge0"
 
 
 PREFETCH = ("none", "gate")
@@ -68,8 +69,10 @@ class EngineConfig:
     expert_memory: bytes for expert slots: `64MiB`, `1.5GiB`, `25%` of the experts' bytes, or `auto` (what the plan
         finds free, at most all experts).
     context: the longest prompt + reply, in tokens, that the plan reserves KV memory for.
+    mode: `on-demand` routes as the model was trained to; `edge0` routes by the model's prerouter heads, one token ahead.
     prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand; both give the same tokens. `auto`
         is `gate` where the architecture allows it.
+    lora: in edge0 mode, apply the recovery LoRA that belongs to the heads; the other modes never do.
     resident: `native` keeps non-expert weights in the checkpoint's dtype, `int4` quantises the large linears.
     device: `auto`, `cpu` or `cuda`.
     page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
@@ -84,6 +87,7 @@ class EngineConfig:
     context: int = 4096
     mode: Mode = Mode.ON_DEMAND
     prefetch: str = "auto"
+    lora: bool = True
     resident: str = "native"
     device: str = "auto"
     page_cache: bool = False

@@ -13,19 +13,18 @@ import psutil
 import torch
 
 from engine.config import EngineConfig, GenerationConfig, Mode
-from engine.decode.plain import Stopped, decode, prefill
+from engine.decode.plain import Stopped, decode, forward, prefill
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
 from engine.decode.text import TextStream, template_opens_reasoning
 from engine.errors import BusyError, ConfigError, StoreError
-from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
 from engine.model.loader import load_model
 from engine.model.resident import quantise_linears
-from engine.model.router import install, remove
-from engine.model.skeleton import find_router, load_config
+from engine.model.skeleton import load_config
+from engine.modes import Modes, adapter_bytes
 from engine.registry import resolve
 from engine.residency.build import build_tier
 from engine.stats import EngineStats
@@ -62,7 +61,7 @@ def plan(config: EngineConfig) -> Plan:
     names."""
     path = resolve(config.model)
     info = read_info(path)
-    return make_plan(config.model, info, config, _vocabulary(load_config(path)))
+    return make_plan(config.model, info, config, _vocabulary(load_config(path)), adapter_bytes(path, config))
 
 
 class Engine:
@@ -78,7 +77,7 @@ class Engine:
         self.info: StoreInfo = read_info(self._path)
         self._vocabulary = _vocabulary(load_config(self._path))
         self.config = config
-        self.plan = make_plan(config.model, self.info, config, self._vocabulary).require_fit()
+        self.plan = self._plan(config, None)
         self._device = resolve_device(config.device)
         if self._device.type == "cpu" and self.info.packing not in ("plain", native_packing()):
             self.info = repack(self._path, self.info, native_packing())
@@ -88,15 +87,14 @@ class Engine:
         if config.resident == "int4":
             quantise_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
-        self._routers = [find_router(self._model, path) for path in self.info.layers]
+        self._modes = Modes(self._path, self.info, self._model)
         self._conversation = Conversation(self._model.config, prefill_chunk(self.info))
         self._end_ids = _end_ids(self._model, self.tokenizer)
         self._busy = threading.Lock()
         self._tier = None
         self._request = _Request(0, time.perf_counter())
         self.config = self._resolve_prefetch(config)
-        self._attach(self.config, self.plan)
-        self._watch()
+        self._become(self.config, self.plan)
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -135,6 +133,7 @@ class Engine:
     ) -> Iterator[Chunk]:
         request = self._request = _Request(len(prompt), time.perf_counter())
         self._reset_counters()
+        self._modes.forecast.reset()
         text = TextStream(self.tokenizer, generation.stop)
         whole = False  # whether the cache is known to be whole: an error inside a forward leaves some layers ahead
         try:
@@ -170,10 +169,34 @@ class Engine:
                 self._conversation.forget()
             self._ledger.set("kv", self._conversation.bytes())
 
-    def _on_forward(self, tokens: int) -> None:
+    def _on_forward(self, tokens: int, decoding: bool) -> None:
+        self._modes.forecast.on_forward(decoding)
         self._ledger.set("scratch", scratch_bytes(self.info, tokens, self._vocabulary))
         if self._request.tokens % _KV_EVERY == 0:
             self._ledger.set("kv", self._conversation.bytes())
+
+    def force(self, prompt: list[int], reply: list[int]) -> torch.Tensor:
+        """The distribution of every token of `reply`, as if the engine had said it: logits [len(reply), V] float32 on the CPU.
+
+        The first row comes from the prefill of `prompt`, each further one from decoding the token before it. Raises as
+        `complete` does.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("the engine is generating: wait for it to end, or stop it")
+        try:
+            self._modes.forecast.reset()
+            logits, _ = prefill(self._model, self._conversation, prompt, threading.Event(), self._on_forward)
+            rows = [logits[0].float().cpu()]
+            for token in reply[:-1]:
+                self._on_forward(1, True)
+                rows.append(forward(self._model, self._conversation, [token])[0].float().cpu())
+                self._conversation.append([token], prefill=False)
+        except BaseException:
+            self._conversation.forget()
+            raise
+        finally:
+            self._busy.release()
+        return torch.stack(rows)
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses
@@ -198,7 +221,7 @@ class Engine:
     @property
     def supports_gate(self) -> bool:
         """Whether every MoE layer has a router that gate look-ahead can ask."""
-        return None not in self._routers
+        return self._modes.supports_gate
 
     def stats(self) -> EngineStats:
         """Statistics of the running or the last request; cheap, from any thread."""
@@ -217,6 +240,9 @@ class Engine:
             prefill_tok_s=fresh / (prefilled - request.began) if prefilled and fresh else None,
             mode=self.config.mode.value,
             prefetch=self.config.prefetch,
+            expert_format=self.info.expert_format,
+            routing="prerouter" if self.config.mode is Mode.EDGE0 else "router",
+            lora=self._modes.lora,
             hit_rate=counters.hits / asked if asked else None,
             hits=counters.hits,
             late=counters.late,
@@ -226,6 +252,7 @@ class Engine:
             read_s=read,
             stall_s=counters.stall_s,
             hidden_io=max(0.0, 1 - counters.stall_s / read) if read > 0 else None,
+            forecast_agreement=getattr(self._modes.forecast, "agreement", None),
             expert_budget_bytes=self.plan.expert_budget_bytes,
             peak_active_bytes=self._ledger.peak,
             active_bytes_by_kind=self._ledger.by_kind(),
@@ -240,25 +267,33 @@ class Engine:
 
     # -- changing ----------------------------------------------------------------------------------------------------
 
+    def modes(self) -> dict[str, str | None]:
+        """Mode -> None where this model can be run in it, else one sentence on why not and what to do."""
+        return {mode.value: self._modes.hindrance(mode) for mode in Mode}
+
     def configure(
-        self, *, expert_memory: str | int | None = None, prefetch: str | None = None, mode: Mode | None = None
+        self,
+        *,
+        expert_memory: str | int | None = None,
+        prefetch: str | None = None,
+        mode: Mode | None = None,
+        lora: bool | None = None,
     ) -> None:
-        """Change settings without loading the model again. Raises BusyError while generating, PlanError if it cannot
-        fit."""
-        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode}
+        """Change settings without loading the model again.
+
+        Raises BusyError while generating, PlanError if it cannot fit, ConfigError for a mode that this model has not.
+        """
+        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora}
         wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
         if not self._busy.acquire(blocking=False):
             raise BusyError("the engine is generating: change settings when it has ended")
         try:
-            free = available_memory(self._device) + self._ledger.active
             wanted = self._resolve_prefetch(wanted)
-            new = make_plan(wanted.model, self.info, wanted, self._vocabulary, available=free).require_fit()
-            self._unwatch()
-            if new.slots != self.plan.slots:
-                self._detach()
-                self._attach(wanted, new)
+            new = self._plan(wanted, available_memory(self._device) + self._ledger.active)
+            self._become(wanted, new)
+            if (wanted.mode, wanted.lora) != (self.config.mode, self.config.lora):
+                self._conversation.forget()  # its keys and values were computed another way
             self.config, self.plan = wanted, new
-            self._watch()
         finally:
             self._busy.release()
 
@@ -281,7 +316,7 @@ class Engine:
     def close(self) -> None:
         """Free the model and the slots. The engine cannot be used afterwards."""
         if self._tier is not None:
-            self._unwatch()
+            self._modes.leave()
             self._detach()
         self._model = None
         self._experts = []
@@ -317,15 +352,21 @@ class Engine:
             raise ConfigError(f"{self.info.architecture} has no router to ask a layer ahead: choose prefetch none")
         return config
 
-    def _watch(self) -> None:
-        """Put the configured forecaster in front of the routers; none where nothing can be missing."""
-        if self._tier.all_resident or not self.supports_gate:
-            return
-        forecast = GateLookahead(self._tier) if self.config.prefetch == "gate" else DemandForecast(self._tier)
-        forecast.seams = install(self._model, self._routers, forecast.on_routed)
+    def _plan(self, config: EngineConfig, available: int | None) -> Plan:
+        """The plan of `config`, which fits. Raises PlanError."""
+        adapters = adapter_bytes(self._path, config)
+        return make_plan(config.model, self.info, config, self._vocabulary, adapters, available).require_fit()
 
-    def _unwatch(self) -> None:
-        remove(self._model, [path for path in self._routers if path])
+    def _become(self, config: EngineConfig, plan: Plan) -> None:
+        """Leave the present mode for the one of `config`, with the slots of `plan`; unchanged if that cannot be had."""
+        adapters = self._modes.load(config)
+        self._modes.leave()
+        if self._tier is None or self._tier.arena.slots != plan.slots:
+            if self._tier is not None:
+                self._detach()
+            self._attach(config, plan)
+        self._modes.enter(config, self._tier, adapters)
+        self._ledger.set("adapters", self._modes.adapter_bytes)
 
     def _reset_counters(self) -> None:
         self._tier.reset_counters()

@@ -30,5 +30,9 @@ class ReadError(OutriderError):
     """Reading an expert record from the store failed while generating."""
 
 
+class ForecastError(OutriderError):
+    """A layer that is routed by a forecast has none: a fault of the engine, never passed over in silence."""
+
+
 class BusyError(OutriderError):
     """The engine is generating, and the call needs it idle."""

@@ -14,6 +14,9 @@ class EngineStats:
     dropped: experts that were routed to and not computed: always 0.
     read_s: wall time during which at least one read was in flight; stall_s: time the computation waited for a read.
     hidden_io: 1 - stall_s / read_s, or None when nothing was read.
+    routing: `router` when every layer routes itself, `prerouter` when heads route; lora: whether the recovery LoRA is on.
+    forecast_agreement: in edge0 mode, mean share of a layer's forecast experts that its own router would have chosen too,
+        looked up at some of the tokens; None elsewhere.
     peak_active_bytes: high-water mark of the ledger since the model was loaded; active_bytes_by_kind: now.
     rss_bytes: resident set of the whole process, interpreter and libraries included; None where unknown.
     """
@@ -26,6 +29,9 @@ class EngineStats:
     prefill_tok_s: float | None = None
     mode: str = "on-demand"
     prefetch: str = "none"
+    expert_format: str = ""
+    routing: str = "router"
+    lora: bool = False
     hit_rate: float | None = None
     hits: int = 0
     late: int = 0
@@ -35,6 +41,7 @@ class EngineStats:
     read_s: float = 0.0
     stall_s: float = 0.0
     hidden_io: float | None = None
+    forecast_agreement: float | None = None
     expert_budget_bytes: int = 0
     peak_active_bytes: int = 0
     active_bytes_by_kind: dict[str, int] = field(default_factory=dict)

@@ -34,11 +34,11 @@ def prefill(
     conversation: Conversation,
     prompt: list[int],
     stop: threading.Event,
-    on_forward: Callable[[int], None],
+    on_forward: Callable[[int, bool], None],
 ) -> tuple[torch.Tensor, int]:
     """Bring the cache to the whole prompt: (logits [1, V] of its last token, tokens that were reused).
 
-    on_forward(n) is called before each forward of n tokens. Raises Stopped between chunks once `stop` is set.
+    on_forward(n, False) is called before each forward of n tokens. Raises Stopped between chunks once `stop` is set.
     """
     logits = conversation.resume(prompt)
     reused = len(conversation.ids)
@@ -46,7 +46,7 @@ def prefill(
         for piece in conversation.pieces(prompt):
             if stop.is_set():
                 raise Stopped
-            on_forward(len(piece))
+            on_forward(len(piece), False)
             logits = forward(model, conversation, piece)
             conversation.append(piece, prefill=True)
         conversation.prompt_done(prompt, logits)
@@ -59,13 +59,14 @@ def decode(
     logits: torch.Tensor,
     sampler: Sampler,
     history: list[int],
-    on_forward: Callable[[int], None],
+    on_forward: Callable[[int, bool], None],
 ) -> Iterator[int]:
-    """Yield token ids without end, the first from `logits`. `history` (the prompt) grows with them."""
+    """Yield token ids without end, the first from `logits`. `history` (the prompt) grows with them; on_forward(1, True) is
+    called before each forward."""
     while True:
         token = sampler.choose(logits, history)
         history.append(token)
         yield token
-        on_forward(1)
+        on_forward(1, True)
         logits = forward(model, conversation, [token])
         conversation.append([token], prefill=False)

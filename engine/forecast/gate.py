@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.model.router import RouterSeam, routed_ids
+from engine.model.router import RouterSeam, Routing, routed_ids
 from engine.residency.tier import Tier
 
 
@@ -20,6 +20,17 @@ class DemandForecast:
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
+        self.seams: list[RouterSeam] = []  # in layer order, given after they are installed
+
+    def reset(self) -> None:
+        """A request begins."""
+
+    def on_forward(self, decoding: bool) -> None:
+        """A forward begins: of one decoded token, or of a piece of the prompt."""
+
+    def routing(self, layer: int) -> Routing | None:
+        """None: every layer keeps its own router."""
+        return None
 
     def keys(self, layer: int, ids: torch.Tensor) -> list[int]:
         """Tier keys of the distinct experts in `ids` [n, k], ascending."""
@@ -31,11 +42,7 @@ class DemandForecast:
 
 
 class GateLookahead(DemandForecast):
-    """Also prefetches for the next layer. `seams` are the router seams in layer order."""
-
-    def __init__(self, tier: Tier) -> None:
-        super().__init__(tier)
-        self.seams: list[RouterSeam] = []
+    """Also prefetches for the next layer."""
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)

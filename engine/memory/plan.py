@@ -80,24 +80,29 @@ class Plan:
                 f"KV {format_size(self.kv_bytes)}, scratch {format_size(self.scratch_bytes)}")  # fmt: skip
 
 
-def make_plan(name: str, info: StoreInfo, config: EngineConfig, vocabulary: int, available: int | None = None) -> Plan:
+def make_plan(
+    name: str, info: StoreInfo, config: EngineConfig, vocabulary: int, adapters: int, available: int | None = None
+) -> Plan:
     """The plan of `config` for a store. available: bytes free for us, measured when None. Never raises for size.
 
-    vocabulary: length of a logits row. Raises ConfigError for a malformed expert memory.
+    vocabulary: length of a logits row; adapters: bytes of heads and LoRA that `config` asks for. Raises ConfigError for a
+    malformed expert memory.
     """
     device = resolve_device(config.device)
     available = available_memory(device) if available is None else available
     total = info.expert_bytes_total
-    kv = 3 * info.kv_bytes_fixed + info.kv_bytes_per_token * config.context  # recurrent states are also kept in two copies
+    kv = (
+        3 * info.kv_bytes_fixed + info.kv_bytes_per_token * config.context
+    )  # recurrent states are also kept in two copies
     scratch = scratch_bytes(info, prefill_chunk(info), vocabulary)
     resident = info.resident_bytes
     least = info.top_k * info.layout.record_bytes
-    room = max(0, available - _MARGIN - resident - kv - scratch)
+    room = max(0, available - _MARGIN - resident - kv - scratch - adapters)
     if config.expert_memory == "auto":
         budget = max(min(room, total), min(least, total))
     else:
         budget = min(parse_size(config.expert_memory, whole=total, name="expert memory"), total)
-    used = resident + budget + kv + scratch
+    used = resident + budget + kv + scratch + adapters
     return Plan(
         model=name,
         device=str(device),
@@ -110,7 +115,7 @@ def make_plan(name: str, info: StoreInfo, config: EngineConfig, vocabulary: int,
         max_expert_bytes=total,
         kv_bytes=kv,
         scratch_bytes=scratch,
-        adapter_bytes=0,
+        adapter_bytes=adapters,
         draft_bytes=0,
         total_bytes=used,
         available_bytes=available,

@@ -9,6 +9,7 @@ step.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from array import array
@@ -59,6 +60,7 @@ class Tier:
             arena.slots, _NEVER, dtype=np.int64
         )  # forecast for this step: protected till it is over
         self._free = list(range(arena.slots - 1, -1, -1))
+        self._pending: list[tuple[int, int]] = []  # heap of (deadline, key): forecasts that found no slot yet
         self._begun: set[int] = set()  # absent when their routing became known: misses, however soon they arrive
         self._errors: dict[int, Exception] = {}  # of failed slots
         self._used_at = np.full(self.keys, _NEVER, dtype=np.int64)
@@ -90,6 +92,7 @@ class Tier:
                         self._let_go(slots)
                         held = {}
                         self._start(absent, waiting)
+                        self._start_pending()
                 if not waiting and not absent:
                     return
                 batch = self._wait(waiting, absent)
@@ -107,10 +110,10 @@ class Tier:
         self.prefetch(keys, self.clock + 1, DEMAND)
 
     def prefetch(self, keys: Iterable[int], deadline: int, urgency: int | None = None) -> None:
-        """Have distinct `keys` in place by step `deadline`, as far as slots can be had; those there are protected till then.
+        """Have distinct `keys` in place by step `deadline`; those there are protected till they are used, or till then.
 
         urgency: order among waiting fetches, smaller first; the deadline by default. A prefetch never takes the slot of
-        an expert that is forecast itself.
+        an expert that is forecast itself: it waits for one that was used.
         """
         with self._lock:
             absent = []
@@ -123,9 +126,16 @@ class Tier:
             for key in absent:
                 slot = self._take_slot(demand=False)
                 if slot is None:
-                    return
+                    heapq.heappush(self._pending, (deadline, key))
+                    continue
                 self._load(key, slot, deadline if urgency is None else urgency)
                 self._deadline[slot] = deadline
+
+    def forget_forecasts(self) -> None:
+        """Protect nothing and wait for no slot any more: what was forecast will not be asked for."""
+        with self._lock:
+            self._pending.clear()
+            self._deadline[self._states == READY] = _NEVER
 
     def reset_counters(self) -> None:
         """Start counting anew."""
@@ -214,9 +224,24 @@ class Tier:
             waiting[key] = slot
             absent.pop(0)
 
+    def _start_pending(self) -> None:
+        """Begin the forecasts that found no slot, soonest needed first, while slots can be had now."""
+        while self._pending:
+            deadline, key = self._pending[0]
+            if deadline > self.clock and self._slot_of[key] == _NEVER:
+                slot = self._take_slot(demand=False)
+                if slot is None:
+                    return
+                self._load(key, slot, deadline)
+                self._deadline[slot] = deadline
+            elif self._slot_of[key] != _NEVER:
+                slot = self._slot_of[key]
+                self._deadline[slot] = max(self._deadline[slot], deadline)
+            heapq.heappop(self._pending)
+
     def _take_slot(self, demand: bool) -> int | None:
         """A free slot, else a victim's: the least used unprotected one; for a demand, then the one forecast furthest
-        off."""
+        off, whose forecast waits for another slot."""
         if self._free:
             return self._free.pop()
         candidates = np.flatnonzero((self._states == READY) & (self._user_counts == 0))
@@ -225,6 +250,7 @@ class Tier:
             slot = self.policy.victim(unprotected, self._key_of)
         elif demand and candidates.size:
             slot = int(candidates[np.argmax(self._deadline[candidates])])
+            heapq.heappush(self._pending, (int(self._deadline[slot]), int(self._key_of[slot])))
         else:
             return None
         self._slot_of[self._key_of[slot]] = _NEVER
@@ -242,7 +268,11 @@ class Tier:
         """End one use of each of `slots`; whoever waits for a slot may have them now."""
         for slot in slots:
             self._users[slot] -= 1
-            if self._users[slot] == 0 and self._state[slot] == FAILED:
+            if self._users[slot]:
+                continue
+            if self._deadline[slot] <= self.clock:
+                self._deadline[slot] = _NEVER  # it was used: the forecast has come true
+            if self._state[slot] == FAILED:
                 self._free_slot(slot)
         self._changed.notify_all()
 

@@ -153,6 +153,7 @@ def build_default_model(gguf_path: Path, asset_path: Path, out_dir: Path, progre
     tell("read the dense model", 0.0)
     teacher, tokenizer = load_teacher(gguf_path), load_tokenizer(gguf_path)
     model = assemble(teacher, asset, torch.bfloat16, lambda share: tell("merge", share))
+    model.config.recipe_sha256 = sha256(asset_path)
     tell("write", 0.0)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))

@@ -1,6 +1,6 @@
 """The recipe makes the default model's asset from nothing but the dense GGUF, a seed and these settings.
 
-Prompts, the teacher's chats, the split, one pass of distillation, the build, the score of what was built.
+Prompts, the teacher's chats, the split, distillation in stages, the build, the score of what was built.
 Chats and training state are kept in a work directory, so an interrupted run continues where it stopped.
 """
 
@@ -22,6 +22,7 @@ from engine.train.build import build_default_model
 from engine.train.chats import Chat, generate_chats, load_chats, save_chats
 from engine.train.distil import DistilSettings, distil
 from engine.train.prompts import make_prompts
+from engine.train.refine import refine
 from engine.train.score import score
 from engine.train.split import LayerSplit, SplitShape, mlp_inputs, split_model
 from engine.train.student import Student
@@ -32,13 +33,21 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One pass over the first `shards` shards, after cutting every group of neurons into `parts`."""
+
+    shards: int
+    parts: int = 1
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """The chats come in `shards` shards of `shard`; every `hold_out`-th chat is for scoring only, and at most `scored`
-    of those are used. The others are trained on once."""
+    """The chats come in shards of `shard`; every `hold_out`-th chat is for scoring only, and at most `scored` of those
+    are used. `shape` is the first stage's: coarse groups are learned quickly, finer ones lose less in the end."""
 
     shape: SplitShape = SplitShape(shared=896, experts=10, size=64, active=5)
     rank: int = 32
-    shards: int = 6
+    stages: tuple[Stage, ...] = (Stage(shards=6), Stage(shards=10, parts=2))
     shard: int = 160
     max_new: int = 176
     top_k: int = 64
@@ -50,10 +59,14 @@ class Recipe:
     seed: int = 0
     distil: DistilSettings = DistilSettings()
 
+    @property
+    def shards(self) -> int:
+        return max(stage.shards for stage in self.stages)
+
 
 # Small enough to see in a minute that every part works; the result is no better than an untrained split.
 QUICK = Recipe(
-    rank=4, shards=1, shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
+    rank=4, stages=(Stage(1), Stage(1, parts=2)), shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
     distil=DistilSettings(batch_tokens=256, save_every=2),
 )  # fmt: skip
 
@@ -62,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf of the wheel")
     parser.add_argument("--out", type=Path, default=Path("assets/smolmoe.safetensors"), help="asset to write")
     parser.add_argument("--work", type=Path, required=True, help="directory for chats, state and the model")
-    parser.add_argument("--shards", type=int, default=Recipe.shards, help="shards of 160 chats to train on")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--quick", action="store_true", help="a tiny run that only shows that the recipe works")
 
@@ -114,8 +126,6 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
     chats = gather_chats(teacher, tokenizer, recipe, work / "chats", say)
     held_out = chats[:: recipe.hold_out][: recipe.scored]
     training = [chat for i, chat in enumerate(chats) if i % recipe.hold_out]
-    splits = make_splits(teacher, training, recipe, work / "splits.pt")
-    student = Student(teacher, splits, recipe.shape, recipe.rank, recipe.seed)
     metadata = {
         "source": SOURCE,
         "source_sha256": sha256(gguf),
@@ -130,26 +140,32 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
         say(json.dumps(step))
         if step["step"] % recipe.save_asset_every == 0:
             progress = json.dumps({"step": step["step"], "steps": step["steps"]})
-            save_asset(out, recipe.shape, student_tensors(student), {**metadata, "unfinished": progress})
+            save_asset(out, student.shape, student_tensors(student), {**metadata, "unfinished": progress})
 
-    distil(student, training, recipe.distil, work / "distil.pt", report)
-    save_asset(out, recipe.shape, student_tensors(student), metadata)
+    splits = make_splits(teacher, training, recipe, work / "splits.pt")
+    student = Student(teacher, splits, recipe.shape, recipe.rank, recipe.seed)
+    for number, stage in enumerate(recipe.stages):
+        if stage.parts > 1:
+            student = refine(student, teacher, training[: recipe.split_chats], stage.parts, recipe.seed)
+        part = [chat for i, chat in enumerate(chats[: stage.shards * recipe.shard]) if i % recipe.hold_out]
+        distil(student, part, recipe.distil, work / f"distil-{number}.pt", report)
+    save_asset(out, student.shape, student_tensors(student), metadata)
     say("building and scoring")
     build_default_model(gguf, out, work / "model")
     figures = {
         **score_built(teacher, work / "model", held_out),
-        "active_neuron_share": recipe.shape.active_share,
-        "experts": recipe.shape.experts,
-        "experts_per_token": recipe.shape.active,
+        "active_neuron_share": student.shape.active_share,
+        "experts": student.shape.experts,
+        "experts_per_token": student.shape.active,
         "measured": "built bfloat16 checkpoint in transformers against the dense float32 teacher, "
         "on the reply tokens of teacher chats whose prompts were not trained on",
     }
-    save_asset(out, recipe.shape, student_tensors(student), {**metadata, "figures": json.dumps(figures)})
+    save_asset(out, student.shape, student_tensors(student), {**metadata, "figures": json.dumps(figures)})
     summary = {**metadata, "recipe": asdict(recipe), "figures": figures}
     out.with_suffix(".json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 
 def run(args: argparse.Namespace) -> dict:
-    recipe = QUICK if args.quick else Recipe(shards=args.shards, seed=args.seed)
+    recipe = QUICK if args.quick else Recipe(seed=args.seed)
     return train_default(args.gguf, args.out, args.work, recipe, lambda line: print(line, flush=True))

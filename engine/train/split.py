@@ -65,7 +65,7 @@ def mlp_inputs(teacher: LlamaForCausalLM, chats: list[Chat]) -> list[Tensor]:
     return [torch.cat(kept) for kept in inputs]
 
 
-def _group(activity: Tensor, experts: int, rounds: int = 12) -> Tensor:
+def group_neurons(activity: Tensor, experts: int, rounds: int = 12) -> Tensor:
     """Balanced k-means by cosine similarity: activity [n, tokens], n = experts · size. Returns [experts,
     size] indices.
 
@@ -108,7 +108,7 @@ def split_layer(mlp: nn.Module, x: Tensor, shape: SplitShape, rank: int, *, samp
     size_of = hidden.abs() * down.norm(dim=0)
     ranking = size_of.square().mean(0).argsort(descending=True)
     shared, routed = ranking[: shape.shared].sort().values, ranking[shape.shared :]
-    groups = _group(size_of[:sample, routed].T.contiguous(), shape.experts)
+    groups = group_neurons(size_of[:sample, routed].T.contiguous(), shape.experts)
     order = torch.cat([shared, routed[groups].flatten()])
     hidden, down = hidden[:, order], down[:, order]
     grams = contribution_grams(hidden[:, shape.shared :], down[:, shape.shared :], shape.experts)

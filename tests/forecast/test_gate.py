@@ -35,13 +35,15 @@ def watched(request, checkpoint):
     paths = list(find_experts(model))
     routers = [model.get_submodule(find_router(model, path)) for path in paths]
     listener = Listener(model.get_submodule(paths[0]).num_experts)
-    forecast, inputs = GateLookahead(listener), []
+    inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def watch(layer, moe_input, ids):
-        inputs.append((moe_input, ids))
-        forecast.on_routed(layer, moe_input, ids)
+    class Recorded(GateLookahead):
+        def on_routed(self, layer, moe_input, ids):
+            inputs.append((moe_input, ids))
+            super().on_routed(layer, moe_input, ids)
 
-    forecast.seams = install(model, [find_router(model, path) for path in paths], watch)
+    forecast = Recorded(listener)
+    forecast.seams = install(model, [find_router(model, path) for path in paths], forecast)
     return model, routers, listener, inputs
 
 

@@ -22,7 +22,7 @@ def info(store):
 
 
 def made(info, available: int = 64 * GIB, **settings):
-    return make_plan("tiny", info, EngineConfig("tiny", **settings), VOCABULARY, available)
+    return make_plan("tiny", info, EngineConfig("tiny", **settings), VOCABULARY, 0, available)
 
 
 def test_the_total_is_the_sum(info):

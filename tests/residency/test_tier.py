@@ -67,7 +67,8 @@ def test_a_slot_that_is_loading_is_never_a_victim():
     assert fetcher.fetch() == 3
     demand.end()
     assert fetcher.fetch() is None  # so has 1's, before it was begun
-    assert resident(tier) == [3]
+    assert fetcher.fetch() == 2  # which had waited for a slot
+    assert resident(tier) == [2]
 
 
 def test_demands_go_before_prefetches_and_near_prefetches_before_far_ones():
@@ -201,6 +202,8 @@ def test_begin_counts_what_was_absent_as_missed_however_soon_it_arrives():
     lease.end()
     assert counts(tier) == (1, 0, 1)
     assert list(tier.residency()[0, :2]) == [HIT, MISSED]
+    assert len(list(tier.lease([0, 1]))) == 1
+    assert counts(tier) == (3, 0, 1)  # once missed, found from then on
 
 
 def test_a_prefetch_never_takes_the_slot_of_a_forecast_expert():
@@ -240,7 +243,35 @@ def test_a_demand_takes_the_unforecast_first_and_then_the_one_forecast_furthest_
     assert resident(tier) == [0, 1, 3]
     tier.prefetch([3], deadline=tier.clock + 5)
     fill(tier, fetcher, [4])
-    assert resident(tier) == [1, 3, 4]
+    assert resident(tier) == [1, 3]
+    assert fetcher.fetch() == 0  # its forecast still stands, and 4 was used
+    assert resident(tier) == [0, 1, 3]
+
+
+def test_forecasts_wait_for_slots_in_the_order_of_their_deadlines():
+    tier, fetcher = make_tier(slots=2)
+    fill(tier, fetcher, [0, 1])
+    tier.prefetch([0, 1], deadline=tier.clock + 1)
+    tier.prefetch([5], deadline=tier.clock + 8)
+    tier.prefetch([4], deadline=tier.clock + 4)
+    assert fetcher.queued() == []
+    lease = Lease(tier, [0, 1])
+    assert lease.batch() == [0, 1]
+    lease.go_on()
+    lease.end()
+    assert fetcher.queued() == [4, 5]
+    assert fetcher.fetch() == 4
+
+
+def test_forgotten_forecasts_neither_protect_nor_wait():
+    tier, fetcher = make_tier(slots=2)
+    fill(tier, fetcher, [0, 1])
+    tier.prefetch([0, 1], deadline=FAR)
+    tier.prefetch([2], deadline=FAR)
+    tier.forget_forecasts()
+    fill(tier, fetcher, [3])
+    assert fetcher.queued() == []
+    assert 3 in resident(tier) and len(resident(tier)) == 2
 
 
 def test_protection_ends_with_its_step():

@@ -1,0 +1,112 @@
+"""A prerouter head forecasts the routing of the next layer at the next token from what its own layer sees at this one.
+
+The maths is Edge0's (Edge0-AI, arXiv 2609.18063): with m [H] the MoE input of the owner layer, and cur and prev [E] the sums of
+the one-hots of the experts that it ran at this and at the previous token,
+
+    f = concat(m, cur, prev)        logits = W_lin f + W_2 gelu(W_1 f)
+
+without biases, with the exact GELU. Files hold `layers.N.{fc1,fc2,linear_init}.weight` in float16, N the owner's number among
+the decoder's layers, and say in their metadata which model they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.functional import gelu, linear
+
+from engine.errors import StoreError
+
+PATTERN = "prerouter*.safetensors"
+_KEY = re.compile(r"layers\.(\d+)\.(?:mlp\.prerouter\.)?(fc1|fc2|linear_init)\.weight")
+
+
+@dataclass(frozen=True)
+class Head:
+    """One owner layer's head, in the dtype it computes in.
+
+    dense [P + E, H] is W_1 above W_lin, of the columns for m. sparse [2E, P + E] holds the columns for cur, then for prev,
+    as rows: multiplying by sums of one-hots is adding those rows up. out [E, P] is W_2.
+    """
+
+    dense: torch.Tensor
+    sparse: torch.Tensor
+    out: torch.Tensor
+
+    @staticmethod
+    def make(fc1: torch.Tensor, fc2: torch.Tensor, linear_init: torch.Tensor) -> Head:
+        """fc1 [P, H + 2E], fc2 [E, P], linear_init [E, H + 2E]."""
+        whole = torch.cat([fc1, linear_init])
+        hidden = whole.shape[1] - 2 * len(fc2)
+        return Head(whole[:, :hidden].contiguous(), whole[:, hidden:].t().contiguous(), fc2.contiguous())
+
+    def logits(self, m: torch.Tensor, current: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
+        """m [1, H], ids of the experts that ran [k] at this token and [k] at the previous one, if any -> [1, E]."""
+        experts, inner = self.out.shape
+        rows = current if previous is None else torch.cat([current, previous + experts])
+        mixed = linear(m.to(self.dense.dtype), self.dense) + self.sparse[rows].sum(0)
+        return mixed[:, inner:] + linear(gelu(mixed[:, :inner]), self.out)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.dense, self.sparse, self.out))
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """What a file of heads holds: owner's decoder layer -> (fc1, fc2, linear_init), and its metadata, flat."""
+
+    tensors: dict[int, dict[str, torch.Tensor]]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def read_metadata(raw: dict[str, str] | None) -> dict[str, str]:
+    """An adapter file's metadata, flat; published files hold one JSON string under the name `__metadata__`."""
+    raw = dict(raw or {})
+    nested = raw.pop("__metadata__", None)
+    if nested is None:
+        return raw
+    try:
+        return {**raw, **{name: str(value) for name, value in json.loads(nested).items()}}
+    except (ValueError, AttributeError) as error:
+        raise StoreError(f"adapter metadata is damaged: {error}") from error
+
+
+def read_heads(path: Path) -> HeadFile:
+    """Raises StoreError, naming the file and the tensor, when it is damaged or holds anything but whole heads."""
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = read_metadata(file.metadata())
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                match = _KEY.fullmatch(key)
+                if match is None:
+                    raise StoreError(f"{path}: {key} is no part of a prerouter head")
+                tensors.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} is damaged ({error}); get the heads again") from error
+    for owner, parts in tensors.items():
+        missing = {"fc1", "fc2"} - parts.keys()
+        if missing:
+            raise StoreError(f"{path}: the head of layer {owner} lacks {', '.join(sorted(missing))}")
+        if "linear_init" not in parts:
+            parts["linear_init"] = parts["fc1"].new_zeros(len(parts["fc2"]), parts["fc1"].shape[1])
+    return HeadFile(dict(sorted(tensors.items())), metadata)
+
+
+def write_heads(path: Path, heads: HeadFile) -> None:
+    """Write `path` whole or not at all."""
+    tensors = {
+        f"layers.{owner}.{part}.weight": tensor.to(torch.float16).contiguous()
+        for owner, parts in heads.tensors.items()
+        for part, tensor in parts.items()
+    }
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(tensors, temporary, metadata=heads.metadata)
+    temporary.replace(path)

@@ -1,0 +1,127 @@
+"""A mode is entered and left as a whole: before it is entered and after it is left, the model is transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from engine.config import EngineConfig, Mode
+from engine.errors import ConfigError, OutriderError
+from engine.forecast.gate import DemandForecast, GateLookahead
+from engine.forecast.heads import PATTERN as HEADS
+from engine.forecast.law import RoutingLaw, find_law
+from engine.forecast.prerouter import Prerouter, PrerouterForecast, check_model, find_file, load_prerouter
+from engine.model.lora import PATTERN as LORA
+from engine.model.lora import Lora, install_lora, place_lora, read_lora, remove_lora
+from engine.model.router import RouterSeam, install, remove
+from engine.model.skeleton import find_router
+from engine.residency.tier import Tier
+from engine.store.layout import StoreInfo
+
+
+def adapter_bytes(directory: Path, config: EngineConfig) -> int:
+    """Bytes of the heads and the LoRA in the store at `directory` that `config` asks for."""
+    if config.mode is not Mode.EDGE0:
+        return 0
+    files = [find_file(directory, HEADS), find_file(directory, LORA) if config.lora else None]
+    return sum(file.stat().st_size for file in files if file is not None)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What Edge0 mode adds to a model. lora: by module paths of the model, None when it is off or there is none."""
+
+    prerouter: Prerouter
+    law: RoutingLaw
+    lora: Lora | None
+
+    @property
+    def bytes(self) -> int:
+        return self.prerouter.bytes + (self.lora.bytes if self.lora else 0)
+
+
+class Modes:
+    """The modes of one loaded model. `forecast` is the entered mode's, None outside of any."""
+
+    def __init__(self, directory: Path, info: StoreInfo, model: nn.Module) -> None:
+        self._directory, self._info, self._model = directory, info, model
+        self._routers = [find_router(model, path) for path in info.layers]
+        self._law: RoutingLaw | None = None
+        self._lora: list[str] = []  # module paths that have a side path
+        self.forecast: DemandForecast | None = None
+        self.adapter_bytes = 0
+
+    @property
+    def supports_gate(self) -> bool:
+        """Whether every MoE layer has a router that can be asked ahead, or stood in for."""
+        return None not in self._routers
+
+    @property
+    def lora(self) -> bool:
+        """Whether the recovery LoRA is on."""
+        return bool(self._lora)
+
+    def hindrance(self, mode: Mode) -> str | None:
+        """Why the model cannot be run in `mode`, and what to do; None when it can."""
+        if mode is not Mode.EDGE0:
+            return None
+        try:
+            if find_file(self._directory, HEADS) is None:
+                return (f"{self._directory.name} has no prerouter heads: train them with `python -m engine train "
+                        f"{self._directory.name}`, or use on-demand mode")  # fmt: skip
+            self._find_law()
+        except OutriderError as error:
+            return str(error)
+        return None
+
+    def load(self, config: EngineConfig) -> Adapters | None:
+        """What the mode of `config` needs beside the model, read and checked; None when it needs nothing.
+
+        Raises ConfigError or StoreError; nothing has changed then.
+        """
+        hindrance = self.hindrance(config.mode)
+        if hindrance:
+            raise ConfigError(hindrance)
+        if config.mode is not Mode.EDGE0:
+            return None
+        prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
+        file = find_file(self._directory, LORA) if config.lora else None
+        if file is None:
+            return Adapters(prerouter, self._find_law(), None)
+        lora = read_lora(file)
+        check_model(file, lora.metadata, self._info)
+        return Adapters(prerouter, self._find_law(), place_lora(self._model, lora, file))
+
+    def enter(self, config: EngineConfig, tier: Tier, adapters: Adapters | None) -> None:
+        """Put the configured forecaster in front of the routers, and the LoRA on where there is one."""
+        if adapters is not None:
+            self.forecast = PrerouterForecast(tier, adapters.prerouter, adapters.law)
+            self.adapter_bytes = adapters.bytes
+            if adapters.lora is not None:
+                install_lora(self._model, adapters.lora)
+                self._lora = list(adapters.lora.pairs)
+        else:
+            self.forecast = GateLookahead(tier) if config.prefetch == "gate" else DemandForecast(tier)
+        # Where nothing can be missing there is nothing to foresee.
+        if adapters is not None or (self.supports_gate and not tier.all_resident):
+            self.forecast.seams = install(self._model, self._routers, self.forecast)
+
+    def leave(self) -> None:
+        """The model is then as if no mode had ever been entered."""
+        remove(self._model, [path for path in self._routers if path])
+        remove_lora(self._model, self._lora)
+        if self.forecast is not None:
+            self.forecast.tier.forget_forecasts()
+        self._lora, self.forecast, self.adapter_bytes = [], None, 0
+
+    def _find_law(self) -> RoutingLaw:
+        if not self.supports_gate:
+            raise ConfigError(f"{self._info.architecture} has no router that a forecast could stand in for: use on-demand "
+                              "mode")  # fmt: skip
+        if self._law is None:
+            router = self._model.get_submodule(self._routers[-1])
+            inner = router.inner if isinstance(router, RouterSeam) else router
+            self._law = find_law(inner, self._info.hidden, self._info.top_k, self._info.architecture)
+        return self._law
