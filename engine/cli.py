@@ -97,6 +97,12 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
 
         add_train_arguments(command)
 
+    command = add("train", _train, "train prerouter heads and the recovery LoRA of a model for Edge0 mode")
+    if chosen == ["train"]:
+        from engine.train.edge0.run import add_arguments as add_adapter_arguments
+
+        add_adapter_arguments(command)
+
     command = add("bench", _bench, "measure: stream, overhead, peers")
     if chosen == ["bench"]:
         from engine.bench.cli import add_arguments as add_bench_arguments
@@ -264,6 +270,14 @@ def _interactive(engine, system: list[dict], generation: GenerationConfig) -> No
 
 def _train_default(args: argparse.Namespace) -> None:
     from engine.train.recipe import run
+
+    result = run(args)
+    if args.json:
+        _print_json(result)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from engine.train.edge0.run import run
 
     result = run(args)
     if args.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,11 +18,13 @@ from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
 from engine.decode.text import TextStream, template_opens_reasoning
 from engine.errors import BusyError, ConfigError, StoreError
+from engine.forecast.law import RoutingLaw
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
 from engine.model.loader import load_model
 from engine.model.resident import quantise_linears
+from engine.model.router import Routing
 from engine.model.skeleton import load_config
 from engine.modes import Modes, adapter_bytes
 from engine.registry import resolve
@@ -198,6 +200,33 @@ class Engine:
             self._busy.release()
         return torch.stack(rows)
 
+    def trace(
+        self,
+        ids: list[int],
+        watch: Callable[[int, torch.Tensor, Routing], None],
+        on_logits: Callable[[int, torch.Tensor], None] = lambda start, logits: None,
+    ) -> None:
+        """Run `ids` by the model's own routing, apart from the conversation, in pieces.
+
+        For each piece watch(layer, MoE input [n, H], routing) is told of every MoE layer in turn, then on_logits(position of
+        the piece's first token, logits [n, V]).
+        """
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("the engine is generating: wait for it to end, or stop it")
+        try:
+            adapters = self._modes.leave()
+            try:
+                self._modes.trace(watch)
+                conversation = Conversation(self._model.config, prefill_chunk(self.info))
+                for piece in conversation.pieces(ids):
+                    on_logits(len(conversation.ids), forward(self._model, conversation, piece, every=True))
+                    conversation.append(piece, prefill=True)
+            finally:
+                self._modes.leave()
+                self._modes.enter(self.config, self._tier, adapters)
+        finally:
+            self._busy.release()
+
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses
         them."""
@@ -266,6 +295,14 @@ class Engine:
         return self._tier.residency()
 
     # -- changing ----------------------------------------------------------------------------------------------------
+
+    def routing_law(self) -> RoutingLaw:
+        """The law by which this model's routers select. Raises ConfigError when it is none that a forecast can follow."""
+        return self._modes.routing_law()
+
+    def router_weight(self, layer: int) -> torch.Tensor:
+        """The weight [E, H] of the router of MoE layer `layer`."""
+        return self._modes.router(layer).weight
 
     def modes(self) -> dict[str, str | None]:
         """Mode -> None where this model can be run in it, else one sentence on why not and what to do."""

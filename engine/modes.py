@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from engine.config import EngineConfig, Mode
@@ -15,7 +17,7 @@ from engine.forecast.law import RoutingLaw, find_law
 from engine.forecast.prerouter import Prerouter, PrerouterForecast, check_model, find_file, load_prerouter
 from engine.model.lora import PATTERN as LORA
 from engine.model.lora import Lora, install_lora, place_lora, read_lora, remove_lora
-from engine.model.router import RouterSeam, install, remove
+from engine.model.router import RouterSeam, Routing, TraceSeam, install, remove
 from engine.model.skeleton import find_router
 from engine.residency.tier import Tier
 from engine.store.layout import StoreInfo
@@ -49,9 +51,8 @@ class Modes:
         self._directory, self._info, self._model = directory, info, model
         self._routers = [find_router(model, path) for path in info.layers]
         self._law: RoutingLaw | None = None
-        self._lora: list[str] = []  # module paths that have a side path
+        self._adapters: Adapters | None = None  # of the entered mode
         self.forecast: DemandForecast | None = None
-        self.adapter_bytes = 0
 
     @property
     def supports_gate(self) -> bool:
@@ -61,7 +62,12 @@ class Modes:
     @property
     def lora(self) -> bool:
         """Whether the recovery LoRA is on."""
-        return bool(self._lora)
+        return self._adapters is not None and self._adapters.lora is not None
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of heads and LoRA that the entered mode holds."""
+        return self._adapters.bytes if self._adapters else 0
 
     def hindrance(self, mode: Mode) -> str | None:
         """Why the model cannot be run in `mode`, and what to do; None when it can."""
@@ -71,7 +77,7 @@ class Modes:
             if find_file(self._directory, HEADS) is None:
                 return (f"{self._directory.name} has no prerouter heads: train them with `python -m engine train "
                         f"{self._directory.name}`, or use on-demand mode")  # fmt: skip
-            self._find_law()
+            self.routing_law()
         except OutriderError as error:
             return str(error)
         return None
@@ -89,39 +95,49 @@ class Modes:
         prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
         file = find_file(self._directory, LORA) if config.lora else None
         if file is None:
-            return Adapters(prerouter, self._find_law(), None)
+            return Adapters(prerouter, self.routing_law(), None)
         lora = read_lora(file)
         check_model(file, lora.metadata, self._info)
-        return Adapters(prerouter, self._find_law(), place_lora(self._model, lora, file))
+        return Adapters(prerouter, self.routing_law(), place_lora(self._model, lora, file))
 
     def enter(self, config: EngineConfig, tier: Tier, adapters: Adapters | None) -> None:
         """Put the configured forecaster in front of the routers, and the LoRA on where there is one."""
         if adapters is not None:
             self.forecast = PrerouterForecast(tier, adapters.prerouter, adapters.law)
-            self.adapter_bytes = adapters.bytes
             if adapters.lora is not None:
                 install_lora(self._model, adapters.lora)
-                self._lora = list(adapters.lora.pairs)
         else:
             self.forecast = GateLookahead(tier) if config.prefetch == "gate" else DemandForecast(tier)
+        self._adapters = adapters
         # Where nothing can be missing there is nothing to foresee.
         if adapters is not None or (self.supports_gate and not tier.all_resident):
             self.forecast.seams = install(self._model, self._routers, self.forecast)
 
-    def leave(self) -> None:
-        """The model is then as if no mode had ever been entered."""
+    def trace(self, watch: Callable[[int, torch.Tensor, Routing], None]) -> None:
+        """Let `watch` see all routing of a model that is in no mode, until `leave`."""
+        install(self._model, self._routers, watch, TraceSeam)
+
+    def leave(self) -> Adapters | None:
+        """The model is then as if no mode had ever been entered. Returns what `enter` would need to enter again."""
+        adapters, self._adapters = self._adapters, None
         remove(self._model, [path for path in self._routers if path])
-        remove_lora(self._model, self._lora)
+        if adapters is not None and adapters.lora is not None:
+            remove_lora(self._model, list(adapters.lora.pairs))
         if self.forecast is not None:
             self.forecast.tier.forget_forecasts()
-        self._lora, self.forecast, self.adapter_bytes = [], None, 0
+        self.forecast = None
+        return adapters
 
-    def _find_law(self) -> RoutingLaw:
+    def router(self, layer: int) -> nn.Module:
+        """The model's own router of MoE layer `layer`."""
+        module = self._model.get_submodule(self._routers[layer])
+        return module.inner if isinstance(module, RouterSeam) else module
+
+    def routing_law(self) -> RoutingLaw:
+        """Raises ConfigError when the routers follow no law that a forecast can."""
         if not self.supports_gate:
             raise ConfigError(f"{self._info.architecture} has no router that a forecast could stand in for: use on-demand "
                               "mode")  # fmt: skip
         if self._law is None:
-            router = self._model.get_submodule(self._routers[-1])
-            inner = router.inner if isinstance(router, RouterSeam) else router
-            self._law = find_law(inner, self._info.hidden, self._info.top_k, self._info.architecture)
+            self._law = find_law(self.router(-1), self._info.hidden, self._info.top_k, self._info.architecture)
         return self._law

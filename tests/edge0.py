@@ -10,9 +10,10 @@ from engine.forecast.heads import HeadFile, write_heads
 from engine.forecast.law import find_law
 from engine.forecast.prerouter import decoder_layer
 from engine.model.lora import Lora, write_lora
+from engine.model.router import install
 from engine.model.skeleton import find_experts, find_router, top_k
 from engine.store.layout import read_info
-from engine.train.edge0.path import StudentPath, TrainedHead, Turns, install_path
+from engine.train.edge0.path import PathSeam, StudentPath, TrainedHead, Turns
 
 INNER = 24
 
@@ -65,7 +66,7 @@ def edge0_logits(model: torch.nn.Module, heads: HeadFile, prompt: list[int], rep
     trained = {layer_of[n]: TrainedHead(*(parts[p] for p in ("fc1", "fc2", "linear_init")))
                for n, parts in heads.tensors.items()}  # fmt: skip
     path = StudentPath(trained, {layer + 1 for layer in trained}, law, experts)
-    install_path(model, routers, path)
+    install(model, routers, path, PathSeam)
     ids = torch.tensor([[*prompt, *reply[:-1]]])
     targets = torch.arange(len(prompt) - 1, ids.shape[1])
     path.begin(Turns.of_targets([targets], ids.shape[1]), record=False)

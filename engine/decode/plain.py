@@ -18,15 +18,16 @@ class Stopped(Exception):  # noqa: N818 - not an error: the person asked for it
 
 
 @torch.inference_mode()
-def forward(model: nn.Module, conversation: Conversation, ids: list[int]) -> torch.Tensor:
-    """Run `ids` on top of the cache; logits [1, V] of the last one.
+def forward(model: nn.Module, conversation: Conversation, ids: list[int], every: bool = False) -> torch.Tensor:
+    """Run `ids` on top of the cache; logits [1, V] of the last one, or [len(ids), V] of every one.
 
     Inference mode is entered here and not around a loop: a generator would carry it into its consumer's code.
     """
     device = next(model.parameters()).device
     past = {cache_argument(model): conversation.cache}
-    output = model(input_ids=torch.tensor([ids], device=device), use_cache=True, logits_to_keep=1, **past)
-    return output.logits[:, -1]
+    keep = len(ids) if every else 1
+    output = model(input_ids=torch.tensor([ids], device=device), use_cache=True, logits_to_keep=keep, **past)
+    return output.logits[0, -keep:]
 
 
 def prefill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +61,27 @@ class RouterSeam(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
+class TraceSeam(RouterSeam):
+    """Tells `watch` everything about a routing and changes nothing. watch(layer, MoE input [n, H], Routing of it)."""
+
+    def __init__(self, inner: nn.Module, layer: int, watch: Callable[[int, torch.Tensor, Routing], None]) -> None:
+        nn.Module.__init__(self)
+        self.inner, self.layer, self.watch = inner, layer, watch
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs):
+        result = self.inner(hidden_states, *args, **kwargs)
+        routing = as_routing(result)
+        self.watch(self.layer, hidden_states.reshape(len(routing.ids), -1), routing)
+        return result
+
+
+def as_routing(result: tuple) -> Routing:
+    """What a router returned, part by part."""
+    ids = routed_ids(result)
+    floats = [part for part in result if isinstance(part, torch.Tensor) and part.is_floating_point()]
+    return Routing(next(p for p in floats if p.shape != ids.shape), ids, next(p for p in floats if p.shape == ids.shape))
+
+
 def router_result(example: tuple, routing: Routing) -> tuple:
     """`routing` in the shape and the dtypes in which a router returned `example`."""
     k = routed_ids(example).shape[-1]
@@ -77,12 +99,12 @@ def routed_ids(result: tuple) -> torch.Tensor:
     return next(part for part in result if isinstance(part, torch.Tensor) and not part.is_floating_point())
 
 
-def install(model: nn.Module, routers: list[str], forecaster: Forecaster) -> list[RouterSeam]:
-    """Put a seam before each router, given by module path in layer order."""
+def install(model: nn.Module, routers: list[str], listener, seam_class: type = RouterSeam) -> list[RouterSeam]:
+    """Put a seam that talks to `listener` before each router, given by module path in layer order."""
     seams = []
     for layer, path in enumerate(routers):
         parent, name = parent_of(model, path)
-        seam = RouterSeam(getattr(parent, name), layer, forecaster)
+        seam = seam_class(getattr(parent, name), layer, listener)
         setattr(parent, name, seam)
         seams.append(seam)
     return seams

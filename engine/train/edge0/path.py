@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, one_hot
 
 from engine.forecast.law import RoutingLaw
-from engine.model.router import Routing, router_result
-from engine.model.skeleton import parent_of
+from engine.model.router import RouterSeam, Routing, as_routing, router_result
 
 
 class TrainedHead(nn.Module):
@@ -77,14 +76,14 @@ def features(m: Tensor, ran: Tensor, turns: Turns, experts: int) -> Tensor:
 
 
 class StudentPath:
-    """Shared by the seams of one model. `heads`: owner among the MoE layers -> its head; `record` keeps what heads said and
-    what the consumers' own routers say, as (layer, logits [n, E], own weights [n, E]) of the routed positions.
+    """Shared by the seams of one model. `heads`: owner among the MoE layers -> its head; `record` keeps, of the positions that
+    heads routed, (layer, what the head said [n, E], what the layer's own router says [n, E], and would choose [n, k]).
     """
 
     def __init__(self, heads: dict[int, nn.Module], consumers: set[int], law: RoutingLaw, experts: int) -> None:
         self.heads, self.consumers, self.law, self.experts = heads, consumers, law, experts
         self.turns: Turns | None = None
-        self.record: list[tuple[int, Tensor, Tensor]] | None = None
+        self.record: list[tuple[int, Tensor, Tensor, Tensor]] | None = None
         self._forecast: dict[int, Tensor] = {}  # consumer -> logits [B, T, E], at the position they are for
 
     def begin(self, turns: Turns, record: bool) -> None:
@@ -100,8 +99,7 @@ class StudentPath:
             ids, weights = self.law.select(logits)
             routed = self.turns.followed.flatten()
             if self.record is not None:
-                dense = torch.zeros_like(own.logits, dtype=torch.float32).scatter_(-1, own.ids, own.weights.float())
-                self.record.append((layer, logits[routed], dense[routed]))
+                self.record.append((layer, logits[routed], own.logits[routed].float(), own.ids[routed]))
             routing = Routing(
                 torch.where(routed[:, None], logits, own.logits.float()),
                 torch.where(routed[:, None], ids, own.ids),
@@ -114,27 +112,13 @@ class StudentPath:
         return routing
 
 
-class PathSeam(nn.Module):
+class PathSeam(RouterSeam):
     """Stands where a router stood and routes by a StudentPath."""
 
     def __init__(self, inner: nn.Module, layer: int, path: StudentPath) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.inner, self.layer, self.path = inner, layer, path
 
     def forward(self, hidden_states: Tensor, *args, **kwargs):
         result = self.inner(hidden_states, *args, **kwargs)
         return router_result(result, self.path.route(self.layer, hidden_states, as_routing(result)))
-
-
-def as_routing(result: tuple) -> Routing:
-    """What a router returned, part by part."""
-    ids = next(part for part in result if isinstance(part, Tensor) and not part.is_floating_point())
-    floats = [part for part in result if isinstance(part, Tensor) and part.is_floating_point()]
-    return Routing(next(p for p in floats if p.shape != ids.shape), ids, next(p for p in floats if p.shape == ids.shape))
-
-
-def install_path(model: nn.Module, routers: list[str], path: StudentPath) -> None:
-    """Put a PathSeam before each router, given by module path in layer order."""
-    for layer, router in enumerate(routers):
-        parent, name = parent_of(model, router)
-        setattr(parent, name, PathSeam(getattr(parent, name), layer, path))

@@ -1,0 +1,218 @@
+"""Recovery trains what is added, never the model: LoRA pairs and heads, end to end on the path that Edge0 mode will take.
+
+The student is the model as the store holds it (its experts' dequantised int4 weights), routed by its heads where decoding would
+be; the loss is KL(teacher ‖ student) at the reply tokens, plus a little of the heads' own loss, so that the forecast stays
+one. All weights are held in float32, which bounds the models this is for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
+
+from engine.model.loader import load_model
+from engine.model.lora import Lora
+from engine.model.resident import Int4Matrix
+from engine.model.router import install
+from engine.model.skeleton import build_skeleton, find_experts, find_router, load_config, parent_of
+from engine.store.layout import StoreInfo
+from engine.train.chats import Chat
+from engine.train.distil import make_batches
+from engine.train.edge0.fit import agreement, head_loss, soft_target
+from engine.train.edge0.path import PathSeam, StudentPath, TrainedHead, Turns
+from engine.train.loss import top_kl
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """rank: r of the LoRA, whose side path is scaled by 2, as alpha = 2 r. head_weight: of the heads' own loss."""
+
+    rank: int = 16
+    batch_tokens: int = 1024
+    lora_lr: float = 1e-3
+    heads_lr: float = 5e-4
+    head_weight: float = 0.05
+    warm_up: float = 0.05
+    final: float = 0.02
+    clip: float = 1.0
+    save_every: int = 20
+    seed: int = 0
+
+
+SCALE = 2.0
+
+
+class TrainedLora(nn.Module):
+    """A frozen linear with a trained side path, zero at the start."""
+
+    def __init__(self, inner: nn.Linear, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = inner
+        self.a = nn.Parameter(torch.randn(rank, inner.in_features, generator=generator) * inner.in_features**-0.5)
+        self.b = nn.Parameter(torch.zeros(inner.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + SCALE * linear(linear(x, self.a), self.b)
+
+
+def load_dense(directory: Path, info: StoreInfo) -> nn.Module:
+    """The transformers model that a store stands for, all of it in float32 memory."""
+    model, _ = load_model(directory, info, torch.device("cpu"))
+    fresh = find_experts(build_skeleton(load_config(directory), torch.float32))
+    with (directory / info.experts_file).open("rb") as file, torch.no_grad():
+        for path in info.layers:
+            parent, name = parent_of(model, path)
+            module = fresh[path].to_empty(device="cpu", recurse=False)
+            for child, inner in getattr(parent, name).inner.named_children():
+                setattr(module, child, inner)  # what the experts module has beside its weights
+            for expert in range(info.experts):
+                record = torch.frombuffer(bytearray(file.read(info.layout.record_bytes)), dtype=torch.uint8)
+                _fill(module, expert, info, record)
+            setattr(parent, name, module)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Int4Matrix):
+            parent, name = parent_of(model, path)
+            setattr(parent, name, module.dense())
+    return model.float().eval().requires_grad_(False)
+
+
+def _fill(module: nn.Module, expert: int, info: StoreInfo, record: Tensor) -> None:
+    """Decode one expert's record into its rows of the fused parameters."""
+    views = info.layout.views(record)
+    for name, form in info.layout.formats.items():
+        weight = form.decode({suffix: views[name + suffix] for suffix in form.tensors()})
+        getattr(module, f"{name}_proj").data[expert] = weight.t() if module.is_transposed else weight
+        if f"{name}_bias" in views:
+            getattr(module, f"{name}_proj_bias").data[expert] = views[f"{name}_bias"].float()
+
+
+class Student:
+    """The dense model with seams and side paths in place. `heads`: owner among the MoE layers -> head."""
+
+    def __init__(self, directory: Path, info: StoreInfo, heads: dict[int, TrainedHead], law, settings: RecoverySettings):
+        self.model = load_dense(directory, info)
+        self.path = StudentPath(heads, {owner + 1 for owner in heads}, law, info.experts)
+        self.heads = nn.ModuleDict({str(owner): head for owner, head in heads.items()})
+        paths = list(find_experts(self.model))
+        self.lora = self._add_lora(paths, settings)
+        install(self.model, [find_router(self.model, path) for path in paths], self.path, PathSeam)
+
+    def _add_lora(self, experts: list[str], settings: RecoverySettings) -> dict[str, TrainedLora]:
+        """Side paths beside every resident linear but the output head; single-row gates are not worth one."""
+        generator = torch.Generator().manual_seed(settings.seed)
+        head, added = self.model.get_output_embeddings(), {}
+        for name, module in list(self.model.named_modules()):
+            if type(module) is not nn.Linear or module is head or module.out_features <= settings.rank:
+                continue
+            parent, attribute = parent_of(self.model, name)
+            added[name] = TrainedLora(module, settings.rank, generator)
+            setattr(parent, attribute, added[name])
+        return added
+
+    def hidden(self, chats: list[Chat], record: bool) -> Tensor:
+        """Final hidden states [n, H] at the targets of a batch, routed as decoding would be."""
+        ids = pad_sequence([chat.ids for chat in chats], batch_first=True)
+        self.path.begin(Turns.of_targets([chat.targets for chat in chats], ids.shape[1]), record)
+        positions = torch.cat([chat.targets + row * ids.shape[1] for row, chat in enumerate(chats)])
+        output = self.model.base_model(input_ids=ids, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1)[positions]
+
+    def loss(self, chats: list[Chat], head_weight: float) -> tuple[Tensor, float]:
+        """(the loss of a batch, its KL)."""
+        hidden = self.hidden(chats, record=head_weight > 0)
+        top_ids, top = torch.cat([c.top_ids for c in chats]), torch.cat([c.top_log_probs for c in chats])
+        kl = top_kl(hidden, self.model.get_output_embeddings().weight, top_ids, top)
+        law, total = self.path.law, kl
+        for _, said, own, ids in self.path.record or ():
+            total = total + head_weight / len(self.heads) * head_loss(said, soft_target(own, ids, law).detach(), law)
+        return total, kl.item()
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """(of the LoRA, of the heads)."""
+        return [p for module in self.lora.values() for p in module.parameters() if p.requires_grad], list(
+            self.heads.parameters()
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """All that is trained, by name."""
+        pairs = {f"lora.{name}.{half}": getattr(m, half) for name, m in self.lora.items() for half in "ab"}
+        return {**pairs, **{f"heads.{name}": p for name, p in self.heads.named_parameters()}}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.state().items():
+            parameter.copy_(state[name])
+
+    def as_lora(self, metadata: dict[str, str]) -> Lora:
+        return Lora({name: (m.a.detach(), m.b.detach()) for name, m in self.lora.items()}, SCALE, metadata)
+
+    @torch.inference_mode()
+    def score(self, chats: list[Chat]) -> dict:
+        """Mean KL to the teacher over the reply tokens of `chats`, and each layer's agreement with its own router."""
+        total, count, kept = 0.0, 0, {}
+        for chat in chats:
+            _, kl = self.loss([chat], head_weight=1e-9)
+            total, count = total + kl * len(chat.targets), count + len(chat.targets)
+            for layer, said, own, ids in self.path.record:
+                found = agreement(said, soft_target(own, ids, self.path.law), ids, self.path.law)
+                kept.setdefault(layer, []).append(found)
+        means = {layer: {k: sum(f[k] for f in found) / len(found) for k in found[0]} for layer, found in kept.items()}
+        return {"kl": total / count, "tokens": count, "agreement": means}
+
+
+def recover(
+    student: Student,
+    chats: list[Chat],
+    settings: RecoverySettings,
+    checkpoint: Path,
+    report: Callable[[dict], None],
+) -> None:
+    """One pass over `chats`, in place. Continues from `checkpoint`, which must be of the same chats and settings."""
+    batches = make_batches([len(chat.ids) for chat in chats], settings.batch_tokens, settings.seed)
+    groups = student.parameters()
+    peaks = (settings.lora_lr, settings.heads_lr)
+    optimiser = torch.optim.Adam(
+        [{"params": group, "lr": lr} for group, lr in zip(groups, peaks)], betas=(0.9, 0.98)
+    )
+    identity, first = {**asdict(settings), "steps": len(batches), "chats": len(chats)}, 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        if state["identity"] != identity:
+            raise ValueError(f"{checkpoint} belongs to another run ({state['identity']}); remove it to start again")
+        student.load_state(state["trained"])
+        optimiser.load_state_dict(state["optimiser"])
+        first = state["step"]
+    for step in range(first, len(batches)):
+        began = time.monotonic()
+        for group, peak in zip(optimiser.param_groups, peaks):
+            group["lr"] = peak * _schedule(step, len(batches), settings)
+        batch = [chats[i] for i in batches[step]]
+        loss, kl = student.loss(batch, settings.head_weight)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group], settings.clip)
+        optimiser.step()
+        report({"step": step + 1, "steps": len(batches), "kl": kl, "tokens": sum(len(c.ids) for c in batch),
+                "seconds": time.monotonic() - began})  # fmt: skip
+        if (step + 1) % settings.save_every == 0 or step + 1 == len(batches):
+            temporary = checkpoint.with_suffix(".partial")
+            torch.save({"identity": identity, "step": step + 1, "trained": student.state(),
+                        "optimiser": optimiser.state_dict()}, temporary)  # fmt: skip
+            temporary.replace(checkpoint)
+
+
+def _schedule(step: int, steps: int, settings: RecoverySettings) -> float:
+    """Share of the peak learning rate: a linear warm-up, then a cosine down to `final`."""
+    warm_up = max(1, round(settings.warm_up * steps))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress))
