@@ -80,6 +80,8 @@ class EngineConfig:
     read_threads: concurrent reads of the store.
     host_memory: on CUDA, bytes of host memory that hold experts between the SSD and the device; `auto` takes most of
         what is free. On the CPU experts are computed from host memory, and `expert_memory` is all there is to set.
+    emulated_link: for benchmarks on the CPU: bytes a second (`800MB`) at which experts are copied to their slots from host
+        memory that holds them all, in place of reading the store.
     """
 
     model: str = DEFAULT_MODEL
@@ -93,6 +95,7 @@ class EngineConfig:
     page_cache: bool = False
     read_threads: int = 4
     host_memory: str | int = "auto"
+    emulated_link: str | int | None = None
 
     def __post_init__(self) -> None:
         _one_of("prefetch", self.prefetch, ("auto", *PREFETCH))
@@ -108,6 +111,11 @@ class EngineConfig:
             parse_size(self.host_memory, whole=1, name="host memory")
             if self.device == "cpu":
                 raise ConfigError("host memory is for CUDA: on the CPU set the expert memory instead")
+        if self.emulated_link is not None:
+            if parse_size(self.emulated_link, name="emulated link") == 0:
+                raise ConfigError("emulated link: 0 bytes a second never arrive")
+            if self.device != "cpu":
+                raise ConfigError("a link is emulated on the CPU only: set device cpu")
 
 
 @dataclass(frozen=True)

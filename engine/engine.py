@@ -287,6 +287,7 @@ class Engine:
             active_bytes_by_kind=self._ledger.by_kind(),
             rss_bytes=psutil.Process().memory_info().rss,
             device=str(self._device),
+            link="pcie" if cuda else "ssd" if self.config.emulated_link is None else "emulated",
             device_memory_bytes=torch.cuda.memory_allocated(self._device) if cuda else None,
         )
 

@@ -47,6 +47,7 @@ class EngineStats:
     active_bytes_by_kind: dict[str, int] = field(default_factory=dict)
     rss_bytes: int | None = None
     device: str = "cpu"
+    link: str = "ssd"  # what experts come over: `ssd`, `pcie`, or `emulated`
     device_memory_bytes: int | None = None  # CUDA allocator, None on a machine without
 
     def as_dict(self) -> dict:

@@ -46,13 +46,16 @@ class GateLookahead(DemandForecast):
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)
-        if layer + 1 == len(self.seams):
-            return
-        following = self.seams[layer + 1]
+        if layer + 1 < len(self.seams):
+            self.look_ahead(layer + 1, moe_input)
+
+    def look_ahead(self, layer: int, moe_input: torch.Tensor) -> None:
+        """Prefetch what the router of `layer`, the next to come, says about this layer's input."""
+        following = self.seams[layer]
         if following.extra is None or not all(self._is_bias(extra) for extra in following.extra):
-            return  # the next router needs more than this layer can know, such as token ids
+            return  # that router needs more than can be known here, such as token ids
         forecast = routed_ids(following.inner(moe_input, *following.extra))
-        self.tier.prefetch(self.keys(layer + 1, forecast), deadline=self.tier.clock + 2)
+        self.tier.prefetch(self.keys(layer, forecast), deadline=self.tier.clock + 2)
 
     def _is_bias(self, extra: object) -> bool:
         return isinstance(extra, torch.Tensor) and extra.numel() == self.tier.experts

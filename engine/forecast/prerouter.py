@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ForecastError, StoreError
-from engine.forecast.gate import DemandForecast
+from engine.forecast.gate import GateLookahead
 from engine.forecast.heads import PATTERN, Head, read_heads
 from engine.forecast.law import RoutingLaw
 from engine.model.router import Routing, routed_ids
@@ -89,8 +89,8 @@ def check_model(path: Path, metadata: dict[str, str], info: StoreInfo) -> None:
                          "one for this model with `python -m engine train`")  # fmt: skip
 
 
-class PrerouterForecast(DemandForecast):
-    """Routes the consumers of `prerouter` by `law` and prefetches what they will run."""
+class PrerouterForecast(GateLookahead):
+    """Routes the consumers of `prerouter` by `law` and prefetches what they will run; gate look-ahead serves the rest."""
 
     def __init__(self, tier: Tier, prerouter: Prerouter, law: RoutingLaw) -> None:
         super().__init__(tier)
@@ -122,7 +122,9 @@ class PrerouterForecast(DemandForecast):
         return self._ready[layer]
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
-        super().on_routed(layer, moe_input, ids)
+        self.tier.begin(self.keys(layer, ids))
+        if layer + 1 < len(self.seams) and layer + 1 not in self._ready:
+            self.look_ahead(layer + 1, moe_input)
         if not self._forwards:
             return
         if layer in self._ready and self._forwards % _AGREEMENT_EVERY == 2:

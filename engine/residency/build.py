@@ -1,5 +1,5 @@
-"""Which tiers a configuration gets: slots in host memory read from the store; on CUDA, device slots copied from
-those."""
+"""Which tiers a configuration gets: slots in host memory read from the store; on CUDA, or over an emulated link, slots
+copied from those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.config import EngineConfig, parse_size
 from engine.kernels.expert import ExpertKernel
 from engine.memory.arena import SlotArena
 from engine.memory.plan import Plan, available_memory
-from engine.residency.copy import CopyFetcher, CudaLink, Link
+from engine.residency.copy import CopyFetcher, CudaLink, EmulatedLink, Link
 from engine.residency.fetch import StoreFetcher
 from engine.residency.policy import Lfru
 from engine.residency.tier import Tier
@@ -33,6 +33,12 @@ def build_tier(
     if device.type == "cuda":
         host = host_tier(path, info, _host_slots(info, config), config, pinned=True)
         tier = device_tier(host, plan.slots, device, CudaLink(device))
+    elif config.emulated_link is not None:
+        host = host_tier(path, info, len(info.layers) * info.experts, config)
+        host.prefetch(range(host.keys), deadline=2**62)
+        host.settle()
+        link = EmulatedLink(parse_size(config.emulated_link))
+        tier = device_tier(host, plan.slots, device, link)
     else:
         tier = host_tier(path, info, plan.slots, config)
     activate = inner._apply_gate if inner.has_gate else inner.act_fn

@@ -78,24 +78,27 @@ class Tier:
         held: dict[int, int] = {}
         with self._lock:
             self.clock += 1
-            batch, waiting, absent = self._sort(keys)
+            ready, waiting, absent = self._sort(keys)
             self._start(absent, waiting)
         try:
             while True:
-                if batch:
-                    held = dict(batch)
-                    slots = list(held.values())
+                held = dict(ready)
+                for batch in self._in_order(ready):
+                    slots = [slot for _, slot in batch]
+                    began = time.perf_counter()
                     self.fetcher.on_lease(slots)
+                    self.counters.stall_s += time.perf_counter() - began
                     yield batch
                     self.fetcher.on_release(slots)
                     with self._lock:
                         self._let_go(slots)
-                        held = {}
+                        for key, _ in batch:
+                            del held[key]
                         self._start(absent, waiting)
                         self._start_pending()
                 if not waiting and not absent:
                     return
-                batch = self._wait(waiting, absent)
+                ready = self._wait(waiting, absent)
         finally:
             if held or waiting:  # left early: an error, or the consumer stopped
                 with self._lock:
@@ -172,6 +175,16 @@ class Tier:
     def close(self) -> None:
         self.fetcher.close()
         self.arena.close()
+
+    def _in_order(self, ready: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """What is there in one batch, then one by one what is usable in stream order only: each is computed as it comes."""
+        there, coming = [], []
+        for pair in ready:
+            (coming if self.fetcher.in_flight(pair[1]) else there).append(pair)
+        if there:
+            yield there
+        for pair in coming:
+            yield [pair]
 
     # -- inside; the lock is held ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from engine.train.asset import save_asset, student_tensors
 from engine.train.build import build_default_model
 from engine.train.chats import Chat, generate_chats, load_chats, save_chats
+from engine.train.descent import DescentSettings
 from engine.train.distil import DistilSettings, distil
 from engine.train.prompts import make_prompts
 from engine.train.refine import refine
@@ -67,7 +68,7 @@ class Recipe:
 # Small enough to see in a minute that every part works; the result is no better than an untrained split.
 QUICK = Recipe(
     rank=4, stages=(Stage(1), Stage(1, parts=2)), shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
-    distil=DistilSettings(batch_tokens=256, save_every=2),
+    distil=DistilSettings(descent=DescentSettings(batch_tokens=256, save_every=2)),
 )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def gather_chats(
             say(f"chats {index + 1}/{recipe.shards}")
         return load_chats(path)
 
-    with ThreadPoolExecutor(recipe.distil.workers) as pool:
+    with ThreadPoolExecutor(recipe.distil.descent.workers) as pool:
         return [chat for chats in pool.map(shard, range(recipe.shards)) for chat in chats]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from engine import ConfigError, Mode
 from engine.train.chats import load_chats, save_chats
+from engine.train.descent import DescentSettings
 from engine.train.edge0.capture import capture
 from engine.train.edge0.data import gather, read_jsonl, tokenise
 from engine.train.edge0.fit import FitSettings, agreement, fit_head, soft_target
@@ -20,7 +21,7 @@ from tests.streaming import error_of, open_engine
 
 SETTINGS = TrainSettings(
     tokens=2000, scored=3, max_tokens=10, fit=FitSettings(inner=8, epochs=2, batch=32),
-    recovery=RecoverySettings(rank=4, batch_tokens=128, save_every=2),
+    recovery=RecoverySettings(rank=4, descent=DescentSettings(batch_tokens=128, save_every=2)),
 )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def test_what_is_trained_is_what_runs(experts, own_store, chats, tmp_path):
         got = engine.force(chat.ids[: first + 1].tolist(), reply)
     saved = torch.load(tmp_path / "work" / "heads.pt", weights_only=True)["heads"]
     student = Student(directory, info, {o: TrainedHead(**t) for o, t in saved.items()}, law, SETTINGS.recovery)
-    student.load_state(torch.load(tmp_path / "work" / "recovery.pt", weights_only=True)["trained"])
+    student.load_trained(torch.load(tmp_path / "work" / "recovery.pt", weights_only=True)["trained"])
     one = type(chat)(chat.ids[: first + 1 + len(reply)], chat.targets[: len(reply)], chat.top_ids, chat.top_log_probs)
     with torch.no_grad():
         wanted = student.model.get_output_embeddings()(student.hidden([one], record=False))
@@ -161,8 +162,8 @@ def test_an_interrupted_recovery_ends_as_if_it_had_not_been(own_store, chats, tm
         recover(student(), chats, SETTINGS.recovery, tmp_path / "part.pt", kill)
     rest = student()
     recover(rest, chats, SETTINGS.recovery, tmp_path / "part.pt", lambda _: None)
-    for name, tensor in whole.state().items():
-        torch.testing.assert_close(tensor, rest.state()[name])
+    for name, tensor in whole.trained().items():
+        torch.testing.assert_close(tensor, rest.trained()[name])
 
 
 def test_heads_alone_need_no_back_propagation(own_store, tmp_path):

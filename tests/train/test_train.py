@@ -13,9 +13,11 @@ from engine.errors import SourceError
 from engine.train.asset import load_asset, save_asset, student_tensors
 from engine.train.build import assemble, build_default_model
 from engine.train.chats import Chat, generate_chats, load_chats, save_chats
-from engine.train.distil import DistilSettings, distil, make_batches
+from engine.train.descent import DescentSettings, make_batches
+from engine.train.distil import DistilSettings, distil
 from engine.train.loss import top_kl
 from engine.train.prompts import Prompt, make_prompts
+from engine.train.refine import refine
 from engine.train.repair import repair_down
 from engine.train.router import fit_router, ridge_router, routed_error, routing_weights
 from engine.train.score import score
@@ -192,7 +194,7 @@ def test_batches_cover_every_chat_once():
 
 
 def test_distillation_lowers_the_loss_and_resumes_identically(teacher, splits, chats, tmp_path):
-    settings = DistilSettings(batch_tokens=40, save_every=2, router_lr=3e-3, healing_lr=3e-3)
+    settings = DistilSettings(3e-3, 3e-3, DescentSettings(batch_tokens=40, save_every=2))
     losses: dict[str, list[float]] = {"whole": [], "parts": []}
 
     def fresh() -> Student:
@@ -217,6 +219,18 @@ def test_distillation_lowers_the_loss_and_resumes_identically(teacher, splits, c
 def fresh_logits(student: Student):
     student.merge()
     return student.logits
+
+
+def test_refining_changes_nothing_at_first(student, teacher, chats):
+    finer = refine(student, teacher, chats, 2, seed=0, push=0.0)
+    assert finer.shape == SplitShape(16, 8, 4, 4)
+    assert finer.shape.active_share == student.shape.active_share
+    ids = torch.arange(3, 17)[None]
+    assert_close(finer.logits(ids), student.logits(ids), rtol=1e-3, atol=1e-3)
+    for old, new in zip(student.lm.model.layers, finer.lm.model.layers):
+        assert torch.equal(old.mlp.order.sort().values, new.mlp.order.sort().values)
+    with pytest.raises(ValueError, match="cannot be cut into 3"):
+        refine(student, teacher, chats, 3, seed=0)
 
 
 def test_a_model_agrees_with_itself(teacher, chats):

@@ -28,7 +28,9 @@ class Captured:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """(MoE inputs, router logits, ids) of `layer`."""
-        return tuple(torch.from_numpy(np.load(self.directory / f"{kind}.{layer}.npy")) for kind in ("m", "logits", "ids"))
+        return tuple(
+            torch.from_numpy(np.load(self.directory / f"{kind}.{layer}.npy")) for kind in ("m", "logits", "ids")
+        )
 
 
 def capture(engine: Engine, chats: list[Chat], directory: Path) -> Captured:

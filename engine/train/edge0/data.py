@@ -99,7 +99,13 @@ def teach(engine: Engine, ids: list[int], targets: list[int]) -> Chat:
 
 
 def gather(
-    engine: Engine, files: list[Path], self_generate: int, work: Path, seed: int, max_tokens: int, say: Callable[[str], None]
+    engine: Engine,
+    files: list[Path],
+    self_generate: int,
+    work: Path,
+    seed: int,
+    max_tokens: int,
+    say: Callable[[str], None],
 ) -> list[Chat]:
     """All chats of `files` and `self_generate` written ones; those that need the model are kept as shards in `work`.
 

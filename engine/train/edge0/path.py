@@ -6,6 +6,7 @@ layer before it at position t - 1. Positions of a prompt, and the first decoded 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +76,10 @@ def features(m: Tensor, ran: Tensor, turns: Turns, experts: int) -> Tensor:
     return torch.cat([m, current, previous], -1)
 
 
-class StudentPath:
-    """Shared by the seams of one model. `heads`: owner among the MoE layers -> its head; `record` keeps, of the positions that
-    heads routed, (layer, what the head said [n, E], what the layer's own router says [n, E], and would choose [n, k]).
+class StudentPath(threading.local):
+    """Shared by the seams of one model; every thread has its own forward under way. heads: owner among the MoE layers ->
+    head. record: of the positions that heads routed, (layer, what the head said [n, E], what the layer's own router says
+    [n, E], and would choose [n, k]).
     """
 
     def __init__(self, heads: dict[int, nn.Module], consumers: set[int], law: RoutingLaw, experts: int) -> None:

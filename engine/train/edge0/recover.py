@@ -7,10 +7,8 @@ one. All weights are held in float32, which bounds the models this is for.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,7 +23,7 @@ from engine.model.router import install
 from engine.model.skeleton import build_skeleton, find_experts, find_router, load_config, parent_of
 from engine.store.layout import StoreInfo
 from engine.train.chats import Chat
-from engine.train.distil import make_batches
+from engine.train.descent import DescentSettings, descend
 from engine.train.edge0.fit import agreement, head_loss, soft_target
 from engine.train.edge0.path import PathSeam, StudentPath, TrainedHead, Turns
 from engine.train.loss import top_kl
@@ -36,15 +34,10 @@ class RecoverySettings:
     """rank: r of the LoRA, whose side path is scaled by 2, as alpha = 2 r. head_weight: of the heads' own loss."""
 
     rank: int = 16
-    batch_tokens: int = 1024
     lora_lr: float = 1e-3
     heads_lr: float = 5e-4
     head_weight: float = 0.05
-    warm_up: float = 0.05
-    final: float = 0.02
-    clip: float = 1.0
-    save_every: int = 20
-    seed: int = 0
+    descent: DescentSettings = field(default_factory=DescentSettings)
 
 
 SCALE = 2.0
@@ -97,8 +90,10 @@ def _fill(module: nn.Module, expert: int, info: StoreInfo, record: Tensor) -> No
 class Student:
     """The dense model with seams and side paths in place. `heads`: owner among the MoE layers -> head."""
 
-    def __init__(self, directory: Path, info: StoreInfo, heads: dict[int, TrainedHead], law, settings: RecoverySettings):
-        self.model = load_dense(directory, info)
+    def __init__(
+        self, directory: Path, info: StoreInfo, heads: dict[int, TrainedHead], law, settings: RecoverySettings
+    ):
+        self.model, self.settings = load_dense(directory, info), settings
         self.path = StudentPath(heads, {owner + 1 for owner in heads}, law, info.experts)
         self.heads = nn.ModuleDict({str(owner): head for owner, head in heads.items()})
         paths = list(find_experts(self.model))
@@ -107,7 +102,7 @@ class Student:
 
     def _add_lora(self, experts: list[str], settings: RecoverySettings) -> dict[str, TrainedLora]:
         """Side paths beside every resident linear but the output head; single-row gates are not worth one."""
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator().manual_seed(settings.descent.seed)
         head, added = self.model.get_output_embeddings(), {}
         for name, module in list(self.model.named_modules()):
             if type(module) is not nn.Linear or module is head or module.out_features <= settings.rank:
@@ -125,31 +120,30 @@ class Student:
         output = self.model.base_model(input_ids=ids, use_cache=False)
         return output.last_hidden_state.flatten(0, 1)[positions]
 
-    def loss(self, chats: list[Chat], head_weight: float) -> tuple[Tensor, float]:
+    def loss(self, chats: list[Chat]) -> tuple[Tensor, float]:
         """(the loss of a batch, its KL)."""
-        hidden = self.hidden(chats, record=head_weight > 0)
+        hidden = self.hidden(chats, record=True)
         top_ids, top = torch.cat([c.top_ids for c in chats]), torch.cat([c.top_log_probs for c in chats])
         kl = top_kl(hidden, self.model.get_output_embeddings().weight, top_ids, top)
-        law, total = self.path.law, kl
-        for _, said, own, ids in self.path.record or ():
-            total = total + head_weight / len(self.heads) * head_loss(said, soft_target(own, ids, law).detach(), law)
-        return total, kl.item()
+        law = self.path.law
+        heads = [head_loss(said, soft_target(own, ids, law).detach(), law) for _, said, own, ids in self.path.record]
+        return kl + self.settings.head_weight * sum(heads) / max(1, len(heads)), kl.item()
 
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """(of the LoRA, of the heads)."""
-        return [p for module in self.lora.values() for p in module.parameters() if p.requires_grad], list(
-            self.heads.parameters()
-        )
+    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        lora = [p for module in self.lora.values() for p in (module.a, module.b)]
+        return [(lora, self.settings.lora_lr), (list(self.heads.parameters()), self.settings.heads_lr)]
 
-    def state(self) -> dict[str, Tensor]:
-        """All that is trained, by name."""
+    def changed(self) -> None:
+        """Nothing is derived from the parameters."""
+
+    def trained(self) -> dict[str, Tensor]:
         pairs = {f"lora.{name}.{half}": getattr(m, half) for name, m in self.lora.items() for half in "ab"}
         return {**pairs, **{f"heads.{name}": p for name, p in self.heads.named_parameters()}}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.state().items():
-            parameter.copy_(state[name])
+    def load_trained(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.trained().items():
+            parameter.copy_(tensors[name])
 
     def as_lora(self, metadata: dict[str, str]) -> Lora:
         return Lora({name: (m.a.detach(), m.b.detach()) for name, m in self.lora.items()}, SCALE, metadata)
@@ -159,7 +153,7 @@ class Student:
         """Mean KL to the teacher over the reply tokens of `chats`, and each layer's agreement with its own router."""
         total, count, kept = 0.0, 0, {}
         for chat in chats:
-            _, kl = self.loss([chat], head_weight=1e-9)
+            _, kl = self.loss([chat])
             total, count = total + kl * len(chat.targets), count + len(chat.targets)
             for layer, said, own, ids in self.path.record:
                 found = agreement(said, soft_target(own, ids, self.path.law), ids, self.path.law)
@@ -175,44 +169,5 @@ def recover(
     checkpoint: Path,
     report: Callable[[dict], None],
 ) -> None:
-    """One pass over `chats`, in place. Continues from `checkpoint`, which must be of the same chats and settings."""
-    batches = make_batches([len(chat.ids) for chat in chats], settings.batch_tokens, settings.seed)
-    groups = student.parameters()
-    peaks = (settings.lora_lr, settings.heads_lr)
-    optimiser = torch.optim.Adam(
-        [{"params": group, "lr": lr} for group, lr in zip(groups, peaks)], betas=(0.9, 0.98)
-    )
-    identity, first = {**asdict(settings), "steps": len(batches), "chats": len(chats)}, 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        if state["identity"] != identity:
-            raise ValueError(f"{checkpoint} belongs to another run ({state['identity']}); remove it to start again")
-        student.load_state(state["trained"])
-        optimiser.load_state_dict(state["optimiser"])
-        first = state["step"]
-    for step in range(first, len(batches)):
-        began = time.monotonic()
-        for group, peak in zip(optimiser.param_groups, peaks):
-            group["lr"] = peak * _schedule(step, len(batches), settings)
-        batch = [chats[i] for i in batches[step]]
-        loss, kl = student.loss(batch, settings.head_weight)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group], settings.clip)
-        optimiser.step()
-        report({"step": step + 1, "steps": len(batches), "kl": kl, "tokens": sum(len(c.ids) for c in batch),
-                "seconds": time.monotonic() - began})  # fmt: skip
-        if (step + 1) % settings.save_every == 0 or step + 1 == len(batches):
-            temporary = checkpoint.with_suffix(".partial")
-            torch.save({"identity": identity, "step": step + 1, "trained": student.state(),
-                        "optimiser": optimiser.state_dict()}, temporary)  # fmt: skip
-            temporary.replace(checkpoint)
-
-
-def _schedule(step: int, steps: int, settings: RecoverySettings) -> float:
-    """Share of the peak learning rate: a linear warm-up, then a cosine down to `final`."""
-    warm_up = max(1, round(settings.warm_up * steps))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    """One pass over `chats`, in place; see `descend` for the rest."""
+    descend(student, chats, settings.descent, checkpoint, report)

@@ -26,6 +26,7 @@ from engine.model.lora import write_lora
 from engine.registry import resolve
 from engine.store.layout import StoreInfo
 from engine.train.chats import Chat
+from engine.train.descent import DescentSettings
 from engine.train.edge0.capture import capture
 from engine.train.edge0.data import gather
 from engine.train.edge0.fit import HOLD_OUT, FitSettings, fit_head
@@ -53,12 +54,16 @@ class TrainSettings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = TrainSettings()
     parser.add_argument("model", help="default, a store's name or a store's path")
-    parser.add_argument("--data", type=Path, nargs="*", default=[], help=".jsonl conversations, or shards of taught chats")
+    parser.add_argument(
+        "--data", type=Path, nargs="*", default=[], help=".jsonl conversations, or shards of taught chats"
+    )
     parser.add_argument("--self-generate", type=int, default=0, metavar="N", help="let the model write N chats itself")
     parser.add_argument("--work", type=Path, help="directory for what is kept between runs (models/.train/NAME)")
     parser.add_argument("--out", type=Path, help="directory that gets the adapters (the store)")
     parser.add_argument("--tokens", type=int, default=defaults.tokens, help="most tokens to train on")
-    parser.add_argument("--start-layer", type=int, default=defaults.start_layer, help="first layer routed by a forecast")
+    parser.add_argument(
+        "--start-layer", type=int, default=defaults.start_layer, help="first layer routed by a forecast"
+    )
     parser.add_argument("--inner", type=int, default=defaults.fit.inner, help="inner width of a head")
     parser.add_argument("--rank", type=int, default=defaults.recovery.rank, help="rank of the LoRA")
     parser.add_argument("--heads-only", action="store_true", help="no recovery: for a model that only fits streamed")
@@ -145,6 +150,7 @@ def train(
         student = Student(directory, info, heads, law, settings.recovery)
         report["before"] = student.score(held_out)
         say(f"before recovery: KL {report['before']['kl']:.4f}")
+        torch.set_num_threads(1)  # from here on there is a thread a core, each with matrices of its own
         recover(student, training, settings.recovery, work / "recovery.pt", lambda step: say(json.dumps(step)))
         report["after"] = student.score(held_out)
         say(f"after recovery: KL {report['after']['kl']:.4f}")
@@ -169,7 +175,7 @@ def run(args: argparse.Namespace) -> dict:
     directory = resolve(args.model)
     settings = TrainSettings(
         start_layer=args.start_layer, tokens=args.tokens, seed=args.seed, fit=FitSettings(inner=args.inner, seed=args.seed),
-        recovery=RecoverySettings(rank=args.rank, seed=args.seed),
+        recovery=RecoverySettings(rank=args.rank, descent=DescentSettings(seed=args.seed)),
     )  # fmt: skip
     work = args.work or MODELS_DIR / ".train" / directory.name
     return train(args.model, args.data, args.self_generate, work, args.out or directory, args.expert_memory,
