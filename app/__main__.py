@@ -10,15 +10,22 @@ import sys
 import threading
 import webbrowser
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from app import share
 from app.history import default_data_dir
+
+if TYPE_CHECKING:
+    from engine import EngineConfig
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m app", description="Chat with a Mixture-of-Experts model in a browser.")
     p.add_argument("--model", default="default", help="a store under models/, a store's path, or `default`")
     p.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% (of the experts) or auto")
+    p.add_argument("--mode", default="on-demand", help="on-demand, or edge0 for a model that has prerouter heads")
+    p.add_argument("--no-lora", action="store_true", help="edge0: leave the recovery LoRA off")
     p.add_argument("--context", type=int, default=4096, help="longest conversation and reply together, in tokens")
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; needs a password if not this computer's own"
@@ -47,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     from app.server import build_app
 
     try:
-        config = engine.EngineConfig(model=args.model, expert_memory=args.expert_memory, context=args.context)
+        config = engine_config(engine, args)
     except engine.OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,6 +74,13 @@ def main(argv: list[str] | None = None) -> int:
     wait_for_end()
     app.close()
     return 0
+
+
+def engine_config(backend: ModuleType, args: argparse.Namespace) -> EngineConfig:
+    """Raises ConfigError for a value that cannot be used."""
+    mode = {mode.value: mode for mode in backend.Mode}.get(args.mode, args.mode)
+    return backend.EngineConfig(model=args.model, expert_memory=args.expert_memory, context=args.context, mode=mode,
+                                lora=not args.no_lora)  # fmt: skip
 
 
 def announce(url: str, host: str, access: share.Access) -> None:

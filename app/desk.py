@@ -88,6 +88,18 @@ class Turn(Ticket):
         self.done.set()
 
 
+class Change(Ticket):
+    """Settings asked for. When it ends, the pages learn whether they are in force or were refused."""
+
+    def __init__(self, desk: Desk, changes: dict[str, Any]) -> None:
+        super().__init__(lambda: desk.apply(changes))
+        self.changes, self._desk = changes, desk
+
+    def end(self) -> None:
+        self._desk.settled(self)
+        self.done.set()
+
+
 class Desk:
     """The line, and the engine behind it.
 
@@ -98,10 +110,12 @@ class Desk:
         self.backend = backend
         self.engine: Engine | None = None
         self.status = Status()
-        self.version = 0  # grows whenever the model or its settings changed, so pages know to ask again
+        self.version = 0  # grows with every change of model, settings or what was asked for: pages then ask again
+        self.modes: dict[str, str | None] = {}  # of the loaded model: see Engine.modes
         self.turn: Turn | None = None  # the one being written
         self.meter = meter
         self._line: deque[Ticket] = deque()
+        self._asked: list[Change] = []  # in the line or under way
         self._change = threading.Condition()
         self._remaking = threading.Lock()  # held while the engine changes what its figures are read from
         self._figures: Figures | None = None
@@ -119,9 +133,9 @@ class Desk:
                 ticket = self._line.popleft()
             ticket.run(self.backend.OutriderError)
 
-    def _enter(self, ticket: Ticket, first: bool = False) -> Ticket:
+    def _enter(self, ticket: Ticket) -> Ticket:
         with self._change:
-            self._line.insert(0 if first else len(self._line), ticket)
+            self._line.append(ticket)
             self._change.notify()
         return ticket
 
@@ -133,6 +147,12 @@ class Desk:
     @property
     def waiting(self) -> int:
         return len(self._line)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The settings that are neither in force nor refused yet, each as it was asked for last."""
+        with self._change:
+            return {name: value for change in self._asked for name, value in change.changes.items()}
 
     def figures(self) -> Figures | None:
         """The engine's figures; the last ones while it is being changed, None without a model. Never waits."""
@@ -151,8 +171,15 @@ class Desk:
         return self._enter(Ticket(lambda: self._load(config), lambda text: self._not_loaded(config, text)))
 
     def configure(self, **changes: Any) -> Ticket:
-        """Change expert memory, prefetch or mode without a reload, as soon as no reply is being written."""
-        return self._enter(Ticket(lambda: self._configure(changes)), first=True)
+        """Change expert memory, prefetch, mode or LoRA without a reload: as soon as no reply is being written, and after
+        the changes that were asked for before."""
+        change = Change(self, changes)
+        with self._change:
+            self._asked.append(change)
+            self._line.insert(sum(isinstance(ticket, Change) for ticket in self._line), change)
+            self._change.notify()
+        self.version += 1
+        return change
 
     def reply(self, messages: list[dict], generation: GenerationConfig, on_end: Callable[[Turn], None]) -> Turn:
         turn = Turn(self, messages, generation, on_end)
@@ -191,7 +218,8 @@ class Desk:
             self._say(Status("loading", name, f"Loading {name}"))
         self.backend.plan(config)  # finds a wrong name or a damaged store while the old model is still there
         self._drop()  # two models would not fit, so the old one goes first
-        self.engine = self.backend.Engine(config)
+        engine = self.backend.Engine(config)
+        self.modes, self.engine = engine.modes(), engine
         self._say(Status("ready", name))
 
     def _not_loaded(self, config: EngineConfig, text: str) -> None:
@@ -205,10 +233,14 @@ class Desk:
             if engine is not None:
                 engine.close()
 
-    def _configure(self, changes: dict) -> None:
+    def apply(self, changes: dict[str, Any]) -> None:
         engine = self._ready()
         with self._remaking:
             engine.configure(**changes)
+
+    def settled(self, change: Change) -> None:
+        with self._change:
+            self._asked.remove(change)
         self.version += 1
 
     def generate(self, turn: Turn) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from html import escape
 from typing import TYPE_CHECKING
 
+from app.modes import MODES, mode_words
 from engine import format_size
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ def _read_per_token(stats: EngineStats) -> float | None:
     return stats.bytes_read / stats.completion_tokens if stats.completion_tokens else None
 
 
+def _late(stats: EngineStats) -> float | None:
+    """The share of the experts asked for that came late; None where nobody looks ahead."""
+    asked = stats.hits + stats.late + stats.misses
+    nobody = MODES[stats.mode].ahead is None and stats.prefetch == "none"
+    return None if nobody or not asked else stats.late / asked
+
+
 def _in_use(stats: EngineStats) -> int:
     if stats.device_memory_bytes is not None:
         return stats.device_memory_bytes
@@ -117,6 +125,8 @@ _FIGURES = {
     "rss": lambda s: _size(s.rss_bytes),
     "hit_rate": lambda s: _share(s.hit_rate),
     "hidden_io": lambda s: _share(s.hidden_io),
+    "late": lambda s: _share(_late(s)),
+    "agreement": lambda s: _share(s.forecast_agreement),
     "read_per_token": lambda s: _size(_read_per_token(s)),
     "prefill": lambda s: _rate(s.prefill_tok_s) + ("" if s.prefill_tok_s is None else " tok/s"),
     "asked": lambda s: f"{s.hits:,} ready, {s.late:,} late, {s.misses:,} missed",
@@ -134,10 +144,13 @@ def summarise(stats: EngineStats) -> dict:
     read = _read_per_token(stats)
     parts = [f"{stats.completion_tokens} tokens", f"first after {_seconds(stats.ttft_s)}",
              f"{_rate(stats.tok_s)} tok/s", f"peak active {_size(stats.peak_active_bytes)}",
-             f"read {_size(stats.bytes_read)}" + (f" ({_size(read)} per token)" if read else "")]  # fmt: skip
+             f"read {_size(stats.bytes_read)}" + (f" ({_size(read)} per token)" if read else ""),
+             mode_words(stats)]  # fmt: skip
     return {"line": " · ".join(parts), "tokens": stats.completion_tokens, "ttft_s": stats.ttft_s,
             "tok_s": stats.tok_s, "peak_active_bytes": stats.peak_active_bytes,
-            "bytes_read": stats.bytes_read, "hit_rate": stats.hit_rate}  # fmt: skip
+            "bytes_read": stats.bytes_read, "hit_rate": stats.hit_rate, "hidden_io": stats.hidden_io,
+            "forecast_agreement": stats.forecast_agreement, "mode": stats.mode, "routing": stats.routing,
+            "lora": stats.lora, "expert_format": stats.expert_format}  # fmt: skip
 
 
 def plan_bar(plan: Plan | None) -> str:

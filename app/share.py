@@ -128,7 +128,7 @@ def open_link(host: str, port: int, tunnel: Callable[[str, int, str], str], say:
         url = tunnel(host, port, secrets.token_urlsafe(32))
     except Exception as error:  # noqa: BLE001 - whatever goes wrong out there, the app goes on here
         say(
-            f"No public link: the share service cannot be reached ({type(error).__name__}). Is there an internet "
+            f"No public link: the share service cannot be reached ({str(error) or type(error).__name__}). Is there an internet "
             "connection? The app goes on locally; start it with --share again when there is."
         )
         return None

@@ -8,12 +8,12 @@ from typing import Any
 
 import gradio as gr
 
+from app.controls import Panel
 from app.desk import Desk
 from app.models import EXPERT_CHOICES
 from app.panels import DASH, live
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-MIB = 2**20
 EXAMPLES = [
     "What is a Mixture-of-Experts model?",
     "Write a short poem about a horse that rides ahead.",
@@ -61,6 +61,8 @@ _LIVE = f"""<section class="or-live">
 {_figure("ttft", "First token", "From sending the message to its first token")}
 {_figure("read_per_token", "Read per token", "Bytes read from the disk for each token of the reply")}
 {_figure("hidden_io", "Hidden I/O", "The share of the reading time during which nothing waited for it")}
+{_figure("late", "Late reads", "Experts that were foreseen, but still on their way when they were asked for")}
+{_figure("agreement", "Forecast agreement", "Of the experts that the heads pick, how many the model's own gate would have")}
 {_figure("prefill", "Prompt read at", "Tokens of the prompt that had not been read before, by the time it took")}
 </dl></section>"""
 _MAP = f"""<section class="or-map"><h4>Experts <small>a row a layer, a column an expert</small></h4>
@@ -75,6 +77,7 @@ class Page:
     """The components that handlers read and write."""
 
     tab: gr.State
+    panel: gr.State
     current: gr.Textbox
     header: gr.HTML
     listing: gr.HTML
@@ -85,9 +88,10 @@ class Page:
     chat: gr.Chatbot
     notice: gr.HTML
     box: gr.Textbox
-    mode: gr.Radio
+    quality: gr.HTML
+    modes: gr.HTML
+    mode_notice: gr.HTML
     memory: gr.Slider
-    prefetch: gr.Radio
     plan: gr.HTML
     why: gr.HTML
     offload_notice: gr.HTML
@@ -109,6 +113,7 @@ def lay_out(backend: Any, desk: Desk, may_prepare: bool) -> Page:
     """Draw the page inside the Blocks that is open. may_prepare: whether new models can be made from here."""
     parts: dict[str, Any] = {}
     parts["tab"] = gr.State(None, delete_callback=lambda tab: tab and tab.close())
+    parts["panel"] = gr.State(Panel())
     parts["current"] = gr.Textbox(visible="hidden", elem_id="or-current")
     parts["exported"] = gr.JSON(visible="hidden", elem_id="or-exported")
     parts["header"] = _header(desk)
@@ -119,7 +124,7 @@ def lay_out(backend: Any, desk: Desk, may_prepare: bool) -> Page:
             _chat(parts)
         with gr.Column(elem_id="or-right", min_width=0), gr.Tabs():
             with gr.Tab("Engine"):
-                _offload(parts, backend)
+                _offload(parts)
             with gr.Tab("Model"):
                 _models(parts, backend, may_prepare)
             with gr.Tab("Reply"):
@@ -161,8 +166,12 @@ def _chat(parts: dict) -> None:
     )  # fmt: skip
 
 
-def _offload(parts: dict, backend: Any) -> None:
+def _offload(parts: dict) -> None:
     gr.HTML(_LIVE, elem_id="or-live", apply_default_css=False, js_on_load=_script("live"))
+    with gr.Column(elem_classes="or-card"):
+        parts["modes"] = gr.HTML("", elem_id="or-modes", apply_default_css=False, js_on_load=_script("modes"))
+        parts["mode_notice"] = gr.HTML("", elem_id="or-mode-notice", elem_classes="or-note")
+        parts["quality"] = gr.HTML("", elem_id="or-quality", apply_default_css=False)
     with gr.Column(elem_classes="or-card"):
         parts["memory"] = gr.Slider(0, 1, 0, step=1, label="Memory for experts (MiB)", interactive=False, buttons=[],
                                     elem_id="or-memory")  # fmt: skip
@@ -171,13 +180,6 @@ def _offload(parts: dict, backend: Any) -> None:
     with gr.Column(elem_classes="or-card"):
         gr.HTML(_MAP, elem_id="or-map", apply_default_css=False, js_on_load=_script("map"))
     with gr.Column(elem_classes="or-card"):
-        modes = [(mode.value.replace("-", " ").capitalize(), mode.value) for mode in backend.Mode]
-        parts["mode"] = gr.Radio(modes, value=modes[0][1], label="Mode", elem_id="or-mode")
-        parts["prefetch"] = gr.Radio(
-            [("The next layer's gate", "gate"), ("Nobody", "none")], value="gate", label="Who looks ahead",
-            info="The words are the same either way; looking ahead hides reading behind computing.",
-            elem_id="or-prefetch",
-        )  # fmt: skip
         parts["why"] = gr.HTML("", elem_id="or-why", apply_default_css=False)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import gradio as gr
 
-from app import export, panels
+from app import export, modes, panels
+from app.controls import MIB, Panel, generation_config, memory_range
 from app.desk import Desk, with_changes
 from app.history import Archive
 from app.models import Preparing, about, choices, progress_html
+from app.render import listing_html, note_html, notice_html
 from app.session import Replies, ReplyError, Tab, shown, turn_of
-from app.ui import MIB, Page
+from app.ui import Page
 
 _DOWNLOAD = """(file) => {
   if (!file) return;
@@ -46,7 +46,6 @@ class Wiring:
 
     def __post_init__(self) -> None:
         self.replies = Replies(self.desk)
-        self._slides = 0  # moves of the memory slider so far
 
     def connect(self, blocks: gr.Blocks) -> None:
         p = self.page
@@ -55,7 +54,7 @@ class Wiring:
         blocks.load(self.open, [p.current], [p.tab, p.system, *view], js=_REMEMBERED, **_QUICK)
         blocks.unload(self.close)
         p.current.change(None, [p.current], None, js=_REMEMBER, **_QUICK)
-        p.header.refresh(self.refresh, [p.memory], self._settings, **_QUICK)
+        p.header.refresh(self.refresh, [p.memory, p.panel], self._settings, **_QUICK)
 
         p.box.submit(self.send, [p.box, *talk], view, **_STREAM)
         p.chat.example_select(self.send_example, talk, view, **_STREAM)
@@ -73,10 +72,9 @@ class Wiring:
                 None, [p.exported], None, js=_DOWNLOAD)  # fmt: skip
 
         setting = [p.offload_notice]
-        p.memory.release(self.set_memory, [p.memory], setting, **_STREAM)
-        p.memory.change(self.slide_memory, [p.memory], setting, **_STREAM)  # the keyboard releases nothing
-        p.prefetch.input(self.set_prefetch, [p.prefetch], setting, **_STREAM)
-        p.mode.input(self.set_mode, [p.mode], setting, **_STREAM)
+        p.memory.release(self.set_memory, [p.memory, p.panel], setting, **_STREAM)
+        p.memory.change(self.slide_memory, [p.memory, p.panel], setting, **_STREAM)  # the keyboard releases nothing
+        p.modes.choose(self.choose, None, [p.modes, p.mode_notice], **_STREAM)
         p.model.input(lambda name: about(self.backend, name), [p.model], [p.about], **_QUICK)
         p.load.click(self.load, [p.model, p.context], [p.model_notice], **_STREAM)
         if p.prepare is not None:
@@ -104,22 +102,33 @@ class Wiring:
     @property
     def _settings(self) -> list:
         p = self.page
-        return [p.memory, p.prefetch, p.mode, p.plan, p.why, p.model, p.context, p.about]
+        return [p.memory, p.modes, p.quality, p.plan, p.why, p.model, p.context, p.about]
 
-    def refresh(self, shown_memory: float | None) -> tuple:
-        """The engine's settings as they are, for the controls that show them."""
+    def refresh(self, shown_memory: float | None, panel: Panel) -> tuple:
+        """What is in force, or asked for, for the controls of one page."""
         engine = self.desk.engine
         models = gr.update(choices=choices(self.backend))
         if engine is None:
-            return gr.update(interactive=False), gr.skip(), gr.skip(), panels.plan_bar(None), "", models, gr.skip(), ""
+            panel.model = panel.memory = None
+            off = gr.update(interactive=False)
+            return off, modes.chooser(None), modes.quality(None), panels.plan_bar(None), "", models, gr.skip(), ""
         plan, config = engine.plan, engine.config
         least, now, most = memory_range(plan)
-        moved = {"value": now} if now != shown_memory else {}  # else it stays in the hand that may be moving it
-        memory = gr.update(minimum=least, maximum=max(most, least + 1), interactive=most > least, **moved)
-        prefetch = gr.update(value=config.prefetch, interactive=engine.supports_gate)
-        models = gr.update(choices=choices(self.backend, config.model), value=config.model)
-        return (memory, prefetch, config.mode.value, panels.plan_bar(plan), panels.where_experts_are(plan), models,
-                config.context, about(self.backend, config.model))  # fmt: skip
+        value = panel.to_tell(now, shown_memory, asked="expert_memory" in self.desk.asked)
+        slider = gr.update(minimum=least, maximum=max(most, least + 1), interactive=most > least, **value)
+        picker = (gr.skip(), gr.skip(), gr.skip())
+        if panel.model != (config.model, config.context):
+            panel.model = (config.model, config.context)
+            models = gr.update(choices=choices(self.backend, config.model), value=config.model)
+            picker = (models, config.context, about(self.backend, config.model))
+        return (
+            slider,
+            modes.chooser(self._choices()),
+            modes.quality(self._stats()),
+            panels.plan_bar(plan),
+            panels.where_experts_are(plan),
+            *picker,
+        )
 
     def _view(self, tab: Tab, waiting: str = "", box: Any = None, notice: Any = None, listing: bool = True) -> tuple:
         """(chat, box, notice, listing, current) for what `tab` shows; what is None stays as it is on the page."""
@@ -127,9 +136,13 @@ class Wiring:
             shown(tab, self.backend.split_reasoning, waiting),
             self._box(tab, box),
             gr.skip() if notice is None else notice_html(notice),
-            listing_html(tab) if listing else gr.skip(),
+            self._listing(tab) if listing else gr.skip(),
             tab.conversation.id,
         )
+
+    @staticmethod
+    def _listing(tab: Tab) -> str:
+        return listing_html(tab.history.entries(), tab.conversation.id)
 
     @staticmethod
     def _box(tab: Tab, text: str | None) -> Any:
@@ -195,21 +208,21 @@ class Wiring:
             return str(error), None
 
     async def _write(self, tab: Tab, generation: Any, request: gr.Request, box: str | None = None) -> AsyncIterator:
-        conversation, notice, saved = tab.conversation, "", conversation_key(tab)
+        conversation, notice, saved = tab.conversation, "", state_of(tab)
         first = True
         try:
             async for waiting in self.replies.write(tab, request.session_hash, generation):
                 if tab.conversation is conversation:
                     yield self._view(tab, waiting, box if first else None, "" if first else None, listing=first)
-                elif first or saved != conversation_key(tab):
-                    yield (gr.skip(), self._box(tab, None), gr.skip(), listing_html(tab), gr.skip())
-                first, saved = False, conversation_key(tab)
+                elif first or saved != state_of(tab):
+                    yield (gr.skip(), self._box(tab, None), gr.skip(), self._listing(tab), gr.skip())
+                first, saved = False, state_of(tab)
         except ReplyError as error:
             notice = str(error)
         if tab.conversation is conversation:
-            yield (*self._view(tab)[:2], notice_html(notice, again=True), listing_html(tab), tab.conversation.id)
+            yield (*self._view(tab)[:2], notice_html(notice, again=True), self._listing(tab), tab.conversation.id)
         else:
-            yield (gr.skip(), self._box(tab, None), notice_html(notice), listing_html(tab), gr.skip())
+            yield (gr.skip(), self._box(tab, None), notice_html(notice), self._listing(tab), gr.skip())
 
     def stop(self, request: gr.Request) -> None:
         self.replies.stop(request.session_hash)
@@ -255,17 +268,16 @@ class Wiring:
 
     # The engine ----------------------------------------------------------------------------------------------------
 
-    async def slide_memory(self, mebibytes: float | None) -> AsyncIterator:
+    async def slide_memory(self, mebibytes: float | None, panel: Panel) -> AsyncIterator:
         """Set the budget once the slider has been at rest for a while."""
-        self._slides += 1
-        slide = self._slides
+        move = panel.move()
         await asyncio.sleep(1)
         yield gr.skip()  # an event that yields nothing counts as unfinished, and keeps the page's clock running
-        if slide == self._slides:
-            async for note in self.set_memory(mebibytes):
+        if move == panel.moves:
+            async for note in self.set_memory(mebibytes, panel):
                 yield note
 
-    async def set_memory(self, mebibytes: float | None) -> AsyncIterator:
+    async def set_memory(self, mebibytes: float | None, panel: Panel) -> AsyncIterator:
         """Set the budget; nothing happens where the slider only shows what is in force."""
         yield gr.skip()
         engine = self.desk.engine
@@ -273,27 +285,35 @@ class Wiring:
             return
         least, now, most = memory_range(engine.plan)
         if mebibytes != now:
+            panel.memory = None  # whatever comes of it, the page is told
             # The slider moves in whole MiB; its ends are the plan's exact limits.
             limits = {least: engine.plan.min_expert_bytes, most: engine.plan.max_expert_bytes}
             async for note in self._configure(expert_memory=limits.get(int(mebibytes), int(mebibytes) * MIB)):
                 yield note
 
-    async def set_prefetch(self, prefetch: str) -> AsyncIterator:
-        async for note in self._configure(prefetch=prefetch):
-            yield note
+    async def choose(self, chosen: gr.EventData) -> AsyncIterator:
+        """Change what a button of the mode switch stands for: it shows what was asked for until that is in force."""
+        async for note in self._configure(**modes.setting(self.backend, chosen.setting, chosen.value)):
+            yield modes.chooser(self._choices()), note
 
-    async def set_mode(self, mode: str) -> AsyncIterator:
-        async for note in self._configure(mode=self.backend.Mode(mode)):
-            yield note
+    def _choices(self) -> modes.Choices | None:
+        engine, asked, stats = self.desk.engine, self.desk.asked, self._stats()
+        if engine is None or stats is None:
+            return None
+        config = with_changes(engine.config, **{k: v for k, v in asked.items() if k in ("mode", "prefetch", "lora")})
+        without = not asked and modes.MODES[stats.mode].lora and engine.config.lora and not stats.lora
+        return modes.Choices(self.desk.modes, config.mode.value, config.prefetch, config.lora, engine.supports_gate,
+                             has_lora=not without)  # fmt: skip
+
+    def _stats(self) -> Any:
+        figures = self.desk.figures()
+        return figures and figures.stats
 
     async def _configure(self, **changes: Any) -> AsyncIterator:
         ticket = self.desk.configure(**changes)
-        if self.desk.turn is not None:
-            yield note_html("In force after the present reply.")
+        yield note_html("In force after the present reply." if self.desk.turn is not None else "")
         while not ticket.done.is_set():
             await asyncio.sleep(0.05)
-        if ticket.error:
-            self.desk.version += 1  # the control goes back to what is in force
         yield note_html(ticket.error, bad=True)
 
     async def load(self, model: str, context: float) -> AsyncIterator:
@@ -302,8 +322,11 @@ class Wiring:
             return
         engine = self.desk.engine
         base = engine.config if engine is not None else self.backend.EngineConfig()
+        # Another model may lack what the present mode needs; the mode that an engine starts in needs nothing.
+        mode = base.mode if model == base.model else self.backend.EngineConfig().mode
         try:
-            config = with_changes(base, model=model, context=int(context or 0), expert_memory="auto")
+            config = with_changes(base, model=model, context=int(context or 0), expert_memory="auto", prefetch="auto",
+                                  mode=mode)  # fmt: skip
         except self.backend.OutriderError as error:
             yield note_html(str(error), bad=True)
             return
@@ -331,56 +354,6 @@ class Wiring:
                gr.update(choices=choices(self.backend)))  # fmt: skip
 
 
-def conversation_key(tab: Tab) -> tuple[str, int]:
+def state_of(tab: Tab) -> tuple[str, int]:
+    """Changes when the tab shows another conversation, or its own was saved."""
     return tab.conversation.id, tab.conversation.revision
-
-
-def memory_range(plan: Any) -> tuple[int, int, int]:
-    """(least, present, most) expert memory in whole MiB, for the slider."""
-    least, most = (-(-size // MIB) for size in (plan.min_expert_bytes, plan.max_expert_bytes))
-    return least, min(max(round(plan.expert_budget_bytes / MIB), least), most), most
-
-
-def generation_config(backend: Any, temperature: float, top_k: float, top_p: float, min_p: float, penalty: float,
-                      max_tokens: float | None, seed: str, stop: str) -> Any:  # fmt: skip
-    """GenerationConfig from what the controls hold. Raises ConfigError for a value that cannot be used."""
-    if not re.fullmatch(r"\s*[0-9]*\s*", seed or ""):
-        raise backend.ConfigError(f"seed '{seed}' is not a whole number: write one, or nothing for a random seed")
-    return backend.GenerationConfig(
-        max_tokens=int(max_tokens or 0), temperature=float(temperature), top_k=int(top_k), top_p=float(top_p),
-        min_p=float(min_p), repetition_penalty=float(penalty), seed=int(seed) if (seed or "").strip() else None,
-        stop=tuple(line for line in (stop or "").splitlines() if line),
-    )  # fmt: skip
-
-
-def notice_html(text: str, again: bool = False) -> str:
-    """HTML of a notice, or nothing without a text. again: with a button that asks for the reply once more."""
-    button = '<button type="button">Ask again</button>' if again else ""
-    return f'<div class="or-notice" role="alert"><span>{escape(text)}</span>{button}</div>' if text else ""
-
-
-def note_html(text: str, bad: bool = False) -> str:
-    return f'<p class="{"bad" if bad else ""}" role="status">{escape(text)}</p>' if text else ""
-
-
-def listing_html(tab: Tab) -> str:
-    """The list of conversations, newest first, in groups by day."""
-    rows, group = [], ""
-    for entry in tab.history.entries():
-        day = day_of(entry.updated, time.time())
-        if day != group:
-            group = day
-            rows.append(f"<h4>{day}</h4>")
-        here = ' aria-current="true"' if entry.id == tab.conversation.id else ""
-        rows.append(
-            f'<div class="or-row" role="button" tabindex="0" data-id="{entry.id}"{here}><span>{escape(entry.title)}'
-            f'</span><button class="or-delete" type="button" aria-label="Delete">×</button></div>'
-        )
-    return "".join(rows) or '<p class="or-aside">Your conversations will be listed here.</p>'
-
-
-def day_of(then: float, now: float) -> str:
-    """`Today`, `Yesterday`, `This week` or `Earlier`, by local midnights."""
-    midnight = time.mktime((*time.localtime(now)[:3], 0, 0, 0, 0, 0, -1))
-    days = (midnight - then) / 86400
-    return "Today" if days <= 0 else "Yesterday" if days <= 1 else "This week" if days <= 6 else "Earlier"

@@ -64,7 +64,11 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
     command = add("prepare", _prepare, "turn a checkpoint directory or hub id into a store")
     command.add_argument("source", help="a Hugging Face checkpoint directory, or a hub id such as org/name")
     command.add_argument("destination", type=Path, help="the store directory to make")
-    command.add_argument("--experts", choices=EXPERT_FORMATS, default="int4", help="format of the experts (int4)")
+    command.add_argument(
+        "--experts", choices=EXPERT_FORMATS, help="format of the experts (int4, or as the source has them)"
+    )
+    command.add_argument("--resident", choices=RESIDENT, help="format of the other weights (as the source has them)")
+    command.add_argument("--top-k", type=int, help="experts a token is routed to, instead of what the checkpoint says")
 
     command = add("plan", _plan, "say what would be used, by kind, and whether it fits; nothing is loaded")
     _add_model(command)
@@ -139,7 +143,7 @@ def _prepare(args: argparse.Namespace) -> None:
     from engine.store.writer import prepare
 
     with _Bar() as bar:
-        path = prepare(args.source, args.destination, args.experts, bar.show)
+        path = prepare(args.source, args.destination, args.experts, bar.show, resident=args.resident, top_k=args.top_k)
     _describe(path, args.json)
 
 

@@ -73,7 +73,7 @@ class EngineConfig:
     prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand; both give the same tokens. `auto`
         is `gate` where the architecture allows it.
     lora: in edge0 mode, apply the recovery LoRA that belongs to the heads; the other modes never do.
-    resident: `native` keeps non-expert weights in the checkpoint's dtype, `int4` quantises the large linears.
+    resident: `native` keeps non-expert weights as they are in the store, `int4` quantises the large linears.
     device: `auto`, `cpu` or `cuda`.
     page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
         plentiful, but then the memory shown is not all the memory used.

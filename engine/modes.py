@@ -76,7 +76,7 @@ class Modes:
         try:
             if find_file(self._directory, HEADS) is None:
                 return (f"{self._directory.name} has no prerouter heads: train them with `python -m engine train "
-                        f"{self._directory.name}`, or use on-demand mode")  # fmt: skip
+                        f"{self._directory.name}`")  # fmt: skip
             self.routing_law()
         except OutriderError as error:
             return str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +14,6 @@ from engine.store.writer import prepare
 from tests.tiny_models import write_checkpoint
 
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
-logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,10 @@ def test_info(cli, own_store):
         (["chat", "STORE", "--prompt", "hi", "--top-p", "3"], r"top p 3.0 is outside (0, 1]"),
         (["chat", "STORE", "--prompt", "word " * 99, "--context", "32"], "tokens and the context is 32: shorten"),
         (["prepare", "STORE", "elsewhere"], "is a prepared store already: use it as it is"),
-        (["prepare", "no/where/at/all", "elsewhere"], "does not exist; give the directory of a Hugging Face checkpoint"),
+        (
+            ["prepare", "no/where/at/all", "elsewhere"],
+            "does not exist; give the directory of a Hugging Face checkpoint",
+        ),
         (["prepare", "STORE", "elsewhere", "--experts", "int3"], "argument --experts: invalid choice: 'int3'"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "the following arguments are required: COMMAND"),
@@ -184,6 +187,8 @@ def test_help_names_every_command(capsys):
 
 def test_defaults_are_those_of_the_configuration(cli, store, monkeypatch):
     seen = []
-    monkeypatch.setattr("engine.engine.plan", lambda config: seen.append(config) or (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "engine.engine.plan", lambda config: seen.append(config) or (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     assert cli("plan", store("qwen2_moe"))[0] == 130
     assert seen == [EngineConfig(str(store("qwen2_moe")))]

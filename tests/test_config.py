@@ -30,7 +30,9 @@ def test_sizes(text, size):
     assert parse_size(text, whole=1000) == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "64 MB of it", "-5MiB", "5MiBs", "%", "1,5GiB", "0x10", "1e9", "5 %%", "GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "64 MB of it", "-5MiB", "5MiBs", "%", "1,5GiB", "0x10", "1e9", "5 %%", "GiB"]
+)
 def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match=r"expert memory '.*' is not a size: write 64MiB, 1\.5GiB or 25%"):
         parse_size(text, whole=1000, name="expert memory")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine import ConfigError, Mode, StoreError
 from engine.errors import ForecastError
-from engine.forecast.heads import HeadFile, write_heads
+from engine.forecast.heads import HeadFile, read_heads, write_heads
 from engine.forecast.prerouter import load_prerouter
-from engine.model.lora import Lora, write_lora
+from engine.model.lora import Lora, LoraLinear, read_lora, write_lora
 from engine.store.layout import read_info
 from tests.edge0 import edge0_logits, merge, put_heads, put_lora
 from tests.streaming import PROMPT, error_of, greedy, open_engine, reference, streamed, use_stored_experts
@@ -173,3 +176,62 @@ def test_published_heads_of_qwen3_5_route_only_layers_that_have_a_head(own_store
     write_heads(store / "prerouter_test.safetensors", HeadFile(file.tensors, {"K": "4"}))
     prerouter = load_prerouter(store, info, device)
     assert prerouter.consumers == {1} and set(prerouter.heads) == {0}
+
+
+def test_published_names_of_a_lora_find_their_modules(own_store):
+    store = own_store("bailing_hybrid")
+    put_heads(store)
+    with open_engine(store) as engine:
+        model = streamed(engine)
+        for published, module in (
+            ("model.layers.0.attention.q_proj", "model.layers.0.self_attn.q_proj"),
+            ("base_model.model.model.layers.2.self_attn.dense", "model.layers.2.self_attn.o_proj"),
+            ("language_model.model.layers.0.attention.f_proj", "model.layers.0.self_attn.forget_gate.f_proj"),
+        ):
+            linear = model.get_submodule(module)
+            tensors = {f"{published}.lora_A": torch.randn(2, linear.in_features),
+                       f"{published}.lora_B": torch.randn(linear.out_features, 2)}  # fmt: skip
+            nested = {"__metadata__": json.dumps({"r": "2", "alpha": "6", "K": "3"})}
+            save_file(tensors, store / "lora_test.safetensors", metadata=nested)
+            before = engine.force(PROMPT, REPLY)
+            engine.configure(mode=Mode.EDGE0)
+            assert isinstance(model.get_submodule(module), LoraLinear)
+            assert read_lora(store / "lora_test.safetensors").scale == 3
+            assert not torch.equal(engine.force(PROMPT, REPLY)[:2], before[:2])  # the prompt has it too
+            engine.configure(mode=Mode.ON_DEMAND)
+            assert model.get_submodule(module) is linear
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (["a.lora_C"], "a.lora_C is no part"),
+    (["a.lora_A"], "a has no lora_B"),
+    ([], "holds no LoRA"),
+])  # fmt: skip
+def test_a_file_that_is_no_lora_is_named(keys, message, tmp_path):
+    path = tmp_path / "lora.safetensors"
+    save_file({key: torch.zeros(2, 2) for key in keys}, path)
+    with pytest.raises(StoreError, match=message):
+        read_lora(path)
+
+
+def test_peft_layout_and_its_configuration_are_read(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    half = {f"base_model.model.model.layers.0.q.lora_{h}.weight": torch.ones(4, 4) for h in "AB"}
+    save_file(half, path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8}))
+    lora = read_lora(path)
+    assert list(lora.pairs) == ["model.layers.0.q"] and lora.scale == 2
+
+
+@pytest.mark.parametrize("missing", ["fc1", "fc2"])
+def test_a_head_that_is_not_whole_is_named(missing, tmp_path):
+    parts = {"fc1": torch.zeros(4, 12), "fc2": torch.zeros(2, 4), "linear_init": torch.zeros(2, 12)}
+    save_file({f"layers.3.{k}.weight": t for k, t in parts.items() if k != missing}, tmp_path / "p.safetensors")
+    with pytest.raises(StoreError, match=f"layer 3 lacks {missing}"):
+        read_heads(tmp_path / "p.safetensors")
+    save_file({"layers.x.fc1.weight": parts["fc1"]}, tmp_path / "p.safetensors")
+    with pytest.raises(StoreError, match="layers.x.fc1.weight"):
+        read_heads(tmp_path / "p.safetensors")
+    kept = {f"layers.3.mlp.prerouter.{k}.weight": t for k, t in parts.items() if k != "linear_init"}
+    save_file(kept, tmp_path / "p.safetensors")
+    assert read_heads(tmp_path / "p.safetensors").tensors[3]["linear_init"].shape == (2, 12)

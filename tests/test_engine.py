@@ -102,7 +102,9 @@ def test_how_a_reply_ends(store, checkpoint):
 
 def test_the_context_is_a_limit(store):
     with open_engine(store("qwen2_moe"), 3, context=20) as engine:
-        with pytest.raises(ConfigError, match="the prompt has 20 tokens and the context is 20: shorten the conversation or"):
+        with pytest.raises(
+            ConfigError, match="the prompt has 20 tokens and the context is 20: shorten the conversation or"
+        ):
             greedy(engine, list(range(10, 30)))
         with pytest.raises(ConfigError, match="the prompt is empty"):
             greedy(engine, [])
@@ -225,12 +227,16 @@ def test_int4_resident_weights(kind, store):
 
 
 def test_a_budget_below_the_minimum(store):
-    with pytest.raises(PlanError, match="is below the minimum for .*: one layer's 3 experts need .* set it to at least"):
+    with pytest.raises(
+        PlanError, match="is below the minimum for .*: one layer's 3 experts need .* set it to at least"
+    ):
         open_engine(store("qwen2_moe"), 2)
 
 
 def test_names_that_lead_nowhere(checkpoint, tmp_path):
-    with pytest.raises(StoreError, match=r"no model 'nowhere': it is neither .* prepare one with `python -m engine prepare"):
+    with pytest.raises(
+        StoreError, match=r"no model 'nowhere': it is neither .* prepare one with `python -m engine prepare"
+    ):
         Engine(EngineConfig("nowhere"))
     with pytest.raises(StoreError, match=r"is a checkpoint, not a prepared store: run `python -m engine prepare"):
         Engine(EngineConfig(str(checkpoint("qwen2_moe"))))
@@ -342,7 +348,9 @@ def test_a_template_that_refuses(own_store):
     directory = own_store()
     (directory / "chat_template.jinja").write_text("{{ raise_exception('no system prompts here') }}")
     with open_engine(directory, 3) as engine:
-        with pytest.raises(ConfigError, match="the model's chat template refuses this conversation: no system prompts here"):
+        with pytest.raises(
+            ConfigError, match="the model's chat template refuses this conversation: no system prompts here"
+        ):
             list(engine.chat(HELLO, GREEDY))
         greedy(engine)
 

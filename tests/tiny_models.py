@@ -97,7 +97,9 @@ def write_tokenizer(directory: Path) -> None:
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(["the experts of the model are read from the disk before they are needed"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["the experts of the model are read from the disk before they are needed"] * 4, trainer
+    )
     names = dict(pad_token="<pad>", bos_token="<|im_start|>", eos_token="<|im_end|>")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = _TEMPLATE

@@ -18,6 +18,7 @@ import torch
 
 GROUP_SIZES = (64, 32, 16, 8, 4, 2)
 _CPU_BLOCK = {"avx512": 64, "avx2": 32}
+_AT_ONCE = 2**24  # weights unpacked at a time: what a large matrix takes beside its own bytes stays small
 
 
 def native_packing() -> str:
@@ -80,9 +81,48 @@ def unpack(packed: torch.Tensor, packing: str) -> torch.Tensor:
     return q
 
 
+def row_blocks(rows: int, columns: int) -> list[slice]:
+    """Slices of a matrix's rows, each of at most about 16 million weights; every packing packs each on its own."""
+    step = max(1, _AT_ONCE // columns // 64) * 64
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def repack(packed: torch.Tensor, old: str, new: str) -> torch.Tensor:
+    """Turn `packed` uint8 [N, K / 2] from packing `old` into `new` in place, a block of rows at a time; returns it."""
+    if old != new:
+        for block in row_blocks(packed.shape[0], packed.shape[1] * 2):
+            packed[block] = pack(unpack(packed[block], old), new)
+    return packed
+
+
+def unpack_rows(packed: torch.Tensor, rows: torch.Tensor, packing: str) -> torch.Tensor:
+    """Rows `rows` [n] int64 of the matrix in `packed` uint8 [N, K / 2] -> q [n, K] uint8; no other row is unpacked."""
+    if packing == "plain":
+        return unpack(packed[rows], packing)
+    size, total = _CPU_BLOCK[packing], packed.shape[0]
+    first = rows // size * size  # of the row's block
+    width = (total - first).clamp_max(size) // 2  # bytes a column of the block takes
+    row, paired = rows - first, total - first < size
+    byte = torch.where(paired, row // 2, row % width)  # as in `_blocks`: a whole block pairs rows half of it apart
+    high = torch.where(paired, row % 2, row // width)
+    columns = torch.arange(packed.shape[1] * 2, device=packed.device)
+    at = (first * packed.shape[1] + byte)[:, None] + columns * width[:, None]
+    return (packed.view(-1)[at] >> (4 * high).to(torch.uint8)[:, None]) & 15
+
+
 def dequantise(packed: torch.Tensor, scales_and_zeros: torch.Tensor, packing: str) -> torch.Tensor:
     """The matrix W [N, K] fp32 that `packed` and `scales_and_zeros` stand for."""
-    q = unpack(packed, packing)
+    return _scale(unpack(packed, packing), scales_and_zeros)
+
+
+def dequantise_rows(
+    packed: torch.Tensor, scales_and_zeros: torch.Tensor, rows: torch.Tensor, packing: str
+) -> torch.Tensor:
+    """Rows `rows` [n] int64 of that matrix, [n, K] fp32."""
+    return _scale(unpack_rows(packed, rows, packing), scales_and_zeros[:, rows])
+
+
+def _scale(q: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
     rows, columns = q.shape
     groups = scales_and_zeros.shape[0]
     scale, zero = scales_and_zeros.float().permute(1, 0, 2).unsqueeze(2).unbind(-1)  # [N, groups, 1] each
@@ -90,7 +130,15 @@ def dequantise(packed: torch.Tensor, scales_and_zeros: torch.Tensor, packing: st
 
 
 def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """W [N, K] -> (q [N, K] uint8, scales_and_zeros [K / group, N, 2] bf16), fitted by hqq's half-quadratic solver."""
+    """W [N, K] -> (q [N, K] uint8, scales_and_zeros [K / group, N, 2] bf16), fitted by hqq's half-quadratic solver.
+
+    A large matrix is fitted a block of rows at a time, for the solver holds several copies of what it fits in fp32.
+    """
+    parts = [_fit(weight[block], group) for block in row_blocks(*weight.shape)]
+    return torch.cat([q for q, _ in parts]), torch.cat([sz for _, sz in parts], dim=1)
+
+
+def _fit(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     from hqq.core.quantize import Quantizer  # heavy to import, needed only when quantising
 
     rows, columns = weight.shape
@@ -112,4 +160,8 @@ def matmul(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor
         group = packed.shape[1] * 2 // scales_and_zeros.shape[0]
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, group, scales_and_zeros)
         return out.to(x.dtype)
-    return torch.nn.functional.linear(x, dequantise(packed, scales_and_zeros, packing).to(x.dtype))
+    parts = [
+        torch.nn.functional.linear(x, dequantise(packed[rows], scales_and_zeros[:, rows], packing).to(x.dtype))
+        for rows in row_blocks(packed.shape[0], packed.shape[1] * 2)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from engine.errors import StoreError
 from engine.forecast.heads import read_metadata
 from engine.model.skeleton import parent_of
+from engine.store.mapping import module_path
 
 PATTERN = "lora*.safetensors"
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
@@ -139,12 +140,10 @@ def remove_lora(model: nn.Module, places: list[str]) -> None:
 
 
 def _find(model: nn.Module, name: str, path: Path) -> str:
-    """The module path in `model` of what the file calls `name`: checkpoints of composite models have longer names."""
+    """The module path in `model` of what the file calls `name`: checkpoints may have other names, composite ones longer."""
+    modules = {module for module, _ in model.named_modules()}
     bare = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-    for prefix in ("model.", "model.language_model.", ""):
-        try:
-            model.get_submodule(prefix + bare)
-        except AttributeError:
-            continue
-        return prefix + bare
+    for known in (bare, f"model.{bare}", f"model.language_model.{bare}", module_path(model, f"model.{bare}")):
+        if known in modules:
+            return known
     raise StoreError(f"{path}: the model has no module {name}: the LoRA is another model's")

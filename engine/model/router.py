@@ -79,7 +79,9 @@ def as_routing(result: tuple) -> Routing:
     """What a router returned, part by part."""
     ids = routed_ids(result)
     floats = [part for part in result if isinstance(part, torch.Tensor) and part.is_floating_point()]
-    return Routing(next(p for p in floats if p.shape != ids.shape), ids, next(p for p in floats if p.shape == ids.shape))
+    return Routing(
+        next(p for p in floats if p.shape != ids.shape), ids, next(p for p in floats if p.shape == ids.shape)
+    )
 
 
 def router_result(example: tuple, routing: Routing) -> tuple:

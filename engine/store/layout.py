@@ -20,7 +20,8 @@ import torch
 from engine.errors import StoreError
 from engine.kernels.formats import MatrixFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE = (1, 2)  # version 1 held no resident weights in int4
 ALIGNMENT = 4096  # direct I/O needs file offset, length and memory address aligned to the device's block
 INFO_FILE, EXPERTS_FILE, RESIDENT_FILE = "store.json", "experts.bin", "resident.safetensors"
 
@@ -66,13 +67,17 @@ class RecordLayout:
         """Name -> tensor inside `record` [record_bytes] uint8, without copies."""
         return {f.name: f.view(record) for f in self.fields}
 
-    def encode(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """An expert's float matrices and biases by name -> its record [record_bytes] uint8."""
+    def encode(self, tensors: dict[str, torch.Tensor | dict[str, torch.Tensor]]) -> torch.Tensor:
+        """An expert's matrices and biases by name -> its record [record_bytes] uint8.
+
+        A matrix is given in floats, or as its format's tensors by suffix when it is encoded already.
+        """
         record = torch.zeros(self.record_bytes, dtype=torch.uint8)
         views = self.views(record)
         for name, tensor in tensors.items():
             if name in self.formats:
-                for suffix, part in self.formats[name].encode(tensor).items():
+                parts = tensor if isinstance(tensor, dict) else self.formats[name].encode(tensor)
+                for suffix, part in parts.items():
                     views[name + suffix].copy_(part)
             else:
                 views[name].copy_(tensor)
@@ -97,6 +102,8 @@ class StoreInfo:
     quantised_share: float  # of all weights, by count
     source: str
     source_sha256: str  # the source's fingerprint
+    resident_format: str = "native"  # or `int4`: see `engine/store/resident.py`
+    resident_packing: str = "plain"  # of the resident int4 weights
     crc32: tuple[int, ...] = field(default=(), repr=False)  # one a record, layer-major
     experts_file: str = EXPERTS_FILE
     version: int = FORMAT_VERSION
@@ -139,8 +146,9 @@ def read_info(directory: Path) -> StoreInfo:
         raise StoreError(f"{path} is damaged ({type(error).__name__}); {again}") from error
     if _checksum(content) != checksum:
         raise StoreError(f"{path} is damaged: its checksum does not match; {again}")
-    if content["version"] != FORMAT_VERSION:
-        raise StoreError(f"{path} has format version {content['version']}, this engine reads {FORMAT_VERSION}; {again}")
+    if content["version"] not in _READABLE:
+        raise StoreError(f"{path} has format version {content['version']}, this engine reads "
+                         f"{' and '.join(map(str, _READABLE))}; {again}")  # fmt: skip
     layout = content.pop("layout")
     formats = {n: MatrixFormat(**{**f, "shape": tuple(f["shape"])}) for n, f in layout["formats"].items()}
     fields = tuple(Field(**{**f, "shape": tuple(f["shape"])}) for f in layout["fields"])

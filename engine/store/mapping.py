@@ -33,9 +33,7 @@ class Recipe:
         for keys in self.keys.values():
             yield from keys
 
-    def convert(
-        self, tensors: dict[str, list[torch.Tensor]], model: nn.Module | _OneExpert
-    ) -> dict[str, torch.Tensor]:
+    def convert(self, tensors: dict[str, list[torch.Tensor]], model: nn.Module | _OneExpert) -> dict[str, torch.Tensor]:
         """source pattern -> tensors, converted to model tensor name -> tensor. Raises SourceError where shapes clash."""
         if self.converter is None:
             return {self.target: next(iter(tensors.values()))[0]}
@@ -142,6 +140,17 @@ def plan_units(
         for expert in range(shape.experts):
             units.append(Unit(f"{path}[{expert}]", tuple(expert_recipes[path]), (layer, expert)))
     return units, unused
+
+
+def module_path(model: nn.Module, name: str) -> str:
+    """The path in `model` of the module that the checkpoint calls `name`, by transformers' renamings."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [m for m in get_model_conversion_mapping(model) if isinstance(m, WeightRenaming)]
+    wanted = {f"{path}.weight": None for path, _ in model.named_modules()}
+    target, _ = rename_source_key(f"{name}.weight", renamings, [], model.base_model_prefix, wanted)
+    return target.removesuffix(".weight")
 
 
 def _recipes(model: nn.Module, checkpoint_keys: list[str]) -> tuple[dict[str, Recipe], list[str]]:

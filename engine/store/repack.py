@@ -56,5 +56,5 @@ def _repack_record(record: torch.Tensor, old: RecordLayout, new: RecordLayout) -
     for name, form in old.formats.items():
         if form.kind == "int4" and form.packing != new.formats[name].packing:
             nibbles = next(field for field in old.fields if field.name == f"{name}.q").view(record)
-            nibbles.copy_(int4.pack(int4.unpack(nibbles, form.packing), new.formats[name].packing))
+            int4.repack(nibbles, form.packing, new.formats[name].packing)
     return record

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.errors import SourceError
+from engine.forecast import heads
+from engine.model import lora
 from engine.store.layout import INFO_FILE
 from engine.store.progress import ProgressCallback
 
@@ -45,7 +47,8 @@ class LocalSource:
         if index.is_file():
             self.shards = sorted(set(read_index(index).values()))
         else:
-            found = sorted(path.name for path in directory.glob("*.safetensors"))
+            beside = adapters(directory)
+            found = sorted(path.name for path in directory.glob("*.safetensors") if path not in beside)
             self.shards = ["model.safetensors"] if "model.safetensors" in found else found  # beside it lie other things
         if not self.shards:
             raise SourceError(f"{directory} has no .safetensors weights; convert the checkpoint to safetensors first")
@@ -62,6 +65,11 @@ class LocalSource:
 
     def close(self) -> None:
         """Nothing to do: nothing was fetched."""
+
+
+def adapters(directory: Path) -> list[Path]:
+    """The files of prerouter heads and recovery LoRAs in a checkpoint's or store's directory."""
+    return sorted(path for pattern in (heads.PATTERN, lora.PATTERN) for path in directory.glob(pattern))
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -103,15 +111,19 @@ def fingerprint(source: Source) -> str:
     """sha256 by which a checkpoint is known again: of its configuration, its tensor index, and its version.
 
     The version is the revision that a hub source's name ends with; of a local one it is samples of its weights, for a
-    fine-tuned model has the names and shapes of its base.
+    fine-tuned model has the names and shapes of its base. A checkpoint that a recipe builds says itself what it is, in
+    `recipe_sha256` of its configuration: its weights may differ in the last bit from one machine to another.
     """
-    digest = hashlib.sha256((source.config_dir / "config.json").read_bytes())
+    config = (source.config_dir / "config.json").read_bytes()
+    built = json.loads(config).get("recipe_sha256")
+    if built:
+        return hashlib.sha256(built.encode()).hexdigest()
+    digest = hashlib.sha256(config)
     digest.update(json.dumps(weight_map(source), sort_keys=True).encode())
     if not isinstance(source, LocalSource):
         digest.update(source.name.encode())
         return digest.hexdigest()
-    for shard in source.shards:
-        path = source.open_shard(shard)
+    for path in [*(source.open_shard(shard) for shard in source.shards), *adapters(source.config_dir)]:
         size = path.stat().st_size
         digest.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:

@@ -106,6 +106,8 @@ class FakeBackend:
     plan_error: str = ""
     download: threading.Event | None = None  # fetching the default model ends when it is set
     quantise: threading.Event | None = None  # and so does preparing a model
+    no_heads: str = ""  # why there are no prerouter heads
+    no_lora: bool = False  # whether the heads come without a recovery LoRA
     MODELS_DIR: Path = Path("models")
     models: list[ModelInfo] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)  # completion tokens of the generations that `stop` ended
@@ -165,6 +167,8 @@ class FakeBackend:
             raise StoreError(self.load_error)
         if config.model not in {info.name for info in self.models}:
             raise StoreError(f"no model '{config.model}' under models/: prepare it first")
+        if config.mode is Mode.EDGE0 and self.no_heads:
+            raise ConfigError(self.no_heads)
         return FakeEngine(self, config)
 
 
@@ -173,16 +177,30 @@ class FakeEngine:
     tokenizer = None
 
     def __init__(self, backend: FakeBackend, config: EngineConfig) -> None:
+        config = replace(config, prefetch="gate") if config.prefetch == "auto" else config
         self.backend, self.config, self.plan = backend, config, backend.plan(config)
         self.closed = False
         self._busy = threading.Lock()
         self._random = np.random.default_rng(0)
-        self._stats = EngineStats(expert_budget_bytes=self.plan.expert_budget_bytes, prefetch=config.prefetch,
-                                  peak_active_bytes=self.plan.total_bytes, rss_bytes=640 * MIB,
-                                  active_bytes_by_kind=self._kinds())  # fmt: skip
+        self._stats = replace(EngineStats(peak_active_bytes=self.plan.total_bytes, rss_bytes=640 * MIB),
+                              **self._in_force())  # fmt: skip
         slots = self._random.permutation(LAYERS * EXPERTS)[: self.plan.slots]
         self._cells = np.zeros(LAYERS * EXPERTS, np.uint8)
         self._cells[slots] = 1
+
+    def _in_force(self) -> dict:
+        """The statistics that follow from the settings."""
+        edge0 = self.config.mode is Mode.EDGE0
+        fmt = next(info.expert_format for info in self.backend.models if info.name == self.config.model)
+        return {"mode": self.config.mode.value, "prefetch": self.config.prefetch, "expert_format": fmt,
+                "routing": "prerouter" if edge0 else "router",
+                "lora": edge0 and self.config.lora and not self.backend.no_lora,
+                "forecast_agreement": 0.871 if edge0 else None,
+                "expert_budget_bytes": self.plan.expert_budget_bytes,
+                "active_bytes_by_kind": self._kinds()}  # fmt: skip
+
+    def modes(self) -> dict[str, str | None]:
+        return {Mode.ON_DEMAND.value: None, Mode.EDGE0.value: self.backend.no_heads or None}
 
     def _kinds(self) -> dict[str, int]:
         return {"resident": self.plan.resident_bytes, "experts": self.plan.expert_budget_bytes,
@@ -196,7 +214,9 @@ class FakeEngine:
         begin, made = time.perf_counter(), 0
         try:
             for word in self._words(messages[-1]["content"]):
-                if (stop is not None and stop.wait(self.backend.token_s)) or self.closed:
+                # A long story takes minutes, so that there is time to do something while it is written.
+                pace = self.backend.token_s * (1 if made < 100 else 20)
+                if (stop is not None and stop.wait(pace)) or self.closed:
                     self.backend.stopped.append(made)
                     yield Chunk("", (), "stopped")
                     return
@@ -231,14 +251,16 @@ class FakeEngine:
     def _count(self, messages: list[dict], made: int, begin: float) -> None:
         now = time.perf_counter()
         asked = made * LAYERS * TOP_K
-        misses = int(asked * 0.4 * (1 - self.plan.expert_budget_bytes / TOTAL))
+        read = int(asked * 0.4 * (1 - self.plan.expert_budget_bytes / TOTAL))
+        ahead = self._stats.routing == "prerouter" or self._stats.prefetch == "gate"
+        late = read // 4 if ahead else 0
         gone = now - begin
         first = self._stats.ttft_s if made > 1 else gone
         self._stats = replace(
             self._stats, prompt_tokens=sum(len(m["content"].split()) for m in messages), completion_tokens=made,
-            ttft_s=first, tok_s=(made - 1) / (gone - first) if made > 1 else None, hit_rate=1 - misses / asked,
-            hits=asked - misses, misses=misses, bytes_read=misses * RECORD, read_s=gone * 0.5, stall_s=gone * 0.1,
-            hidden_io=0.8, prefill_tok_s=212.0)  # fmt: skip
+            ttft_s=first, tok_s=(made - 1) / (gone - first) if made > 1 else None, hit_rate=1 - read / asked,
+            hits=asked - read, late=late, misses=read - late, bytes_read=read * RECORD, read_s=gone * 0.5,
+            stall_s=gone * 0.1, hidden_io=0.8, prefill_tok_s=212.0)  # fmt: skip
         cells = self._cells
         cells[cells > 1] = 1
         lit = self._random.permutation(LAYERS * EXPERTS)[: LAYERS * TOP_K]
@@ -260,18 +282,19 @@ class FakeEngine:
     def residency(self) -> np.ndarray:
         return self._cells.reshape(LAYERS, EXPERTS).copy()
 
-    def configure(self, *, expert_memory=None, prefetch=None, mode=None) -> None:
+    def configure(self, *, expert_memory=None, prefetch=None, mode=None, lora=None) -> None:
         if self._busy.locked():
             raise BusyError("the engine is generating")
-        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode}
+        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora}
         config = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
+        if self.modes()[config.mode.value]:
+            raise ConfigError(self.modes()[config.mode.value])
         plan = self.backend.plan(config)
         if not plan.fits:
             raise PlanError(f"expert memory {format_size(plan.expert_budget_bytes)} is below the least that works, "
                             f"{format_size(LEAST)}")  # fmt: skip
         self.config, self.plan = config, plan
-        self._stats = replace(self._stats, prefetch=config.prefetch, expert_budget_bytes=plan.expert_budget_bytes,
-                              active_bytes_by_kind=self._kinds())  # fmt: skip
+        self._stats = replace(self._stats, **self._in_force())
         self._cells[:] = 0
         self._cells[self._random.permutation(LAYERS * EXPERTS)[: plan.slots]] = 1
 

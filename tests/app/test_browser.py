@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,92 +12,18 @@ from fake_engine import FakeBackend
 
 pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, Page, expect  # noqa: E402
+from browsing import choice, reply, said, say, serving, stop_button, wait_done, wait_until  # noqa: E402
+from playwright.sync_api import expect  # noqa: E402
 
-from app.server import App, build_app  # noqa: E402
-from app.share import Access, free_port  # noqa: E402
-
-expect.set_options(timeout=30_000)  # a busy machine is slow, not wrong
-
-
-@contextmanager
-def serving(backend, data_dir: Path | None = None, access: Access = Access()) -> Iterator[tuple[App, str]]:  # noqa: B008
-    app = build_app(backend, data_dir=data_dir, access=access)
-    try:
-        url = app.launch(port=free_port("127.0.0.1", None))
-        app.desk.load(backend.EngineConfig())
-        yield app, url
-    finally:
-        app.close()
+from app.history import Archive, Conversation, Message  # noqa: E402
+from app.server import App  # noqa: E402
+from app.share import Access  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[App, str]]:
     with serving(FakeBackend(), tmp_path_factory.mktemp("data")) as both:
         yield both
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages, each as another visitor; fails the test when one reports an error or fetches from elsewhere."""
-    contexts, troubles = [], []
-
-    def open_page(url: str, ready: bool = True, **options) -> Page:
-        context = browser.new_context(viewport={"width": 1440, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(30_000)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("requestfailed", lambda request: is_here(request.url) or request.failure == "csp"
-                or troubles.append(f"tried to fetch {request.url}"))  # fmt: skip
-        page.on("response", lambda response: is_here(response.url) or troubles.append(f"fetched {response.url}"))
-        page.goto(url)
-        if ready:
-            expect(page.locator("#or-status")).to_have_attribute("data-phase", re.compile("ready|writing"))
-            expect(page.locator("#or-memory input[type=number]")).to_be_enabled()
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
-
-
-def is_here(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "data:", "blob:"))
-
-
-def say(page: Page, text: str) -> None:
-    page.fill("#or-box textarea", text)
-    page.press("#or-box textarea", "Enter")
-
-
-def said(page: Page, text: str) -> None:
-    """Say `text` and wait for the whole reply, which ends with its line of figures."""
-    lines = page.locator("#or-chat .thought-group", has_text="tokens ·")
-    before = lines.count()
-    say(page, text)
-    expect(lines).to_have_count(before + 1)
-    wait_done(page)
-
-
-def reply(page: Page):
-    return page.locator("#or-chat [data-testid=bot]")
-
-
-def stop_button(page: Page):
-    return page.locator("#or-box .stop-button")
-
-
-def wait_done(page: Page) -> None:
-    expect(page.locator("#or-box .submit-button")).to_be_visible()
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_chat_streams_panels_move_and_stop_stops(served, open_page):
@@ -136,11 +60,12 @@ def test_budget_and_prefetch_change_without_a_reload_and_the_chat_goes_on(served
     number = page.locator("#or-memory input[type=number]")
     assert (number.get_attribute("min"), number.get_attribute("max")) == ("2", "96")
     slider = page.locator("#or-memory input[type=range]")
-    slider.fill("23")
+    slider.fill("30")
     slider.press("ArrowRight")
-    expect(page.locator("#or-plan")).to_contain_text("24.0 MiB")
-    page.get_by_label("Nobody").check()
-    wait_until(lambda: engine.config.prefetch == "none" and engine.plan.expert_budget_bytes == 24 * 2**20)
+    expect(page.locator("#or-plan")).to_contain_text("31.0 MiB")
+    choice(page, "Nobody").click()
+    expect(choice(page, "Nobody")).to_be_checked()
+    wait_until(lambda: engine.config.prefetch == "none" and engine.plan.expert_budget_bytes == 31 * 2**20)
     assert app.desk.engine is engine
     say(page, "And another short one")
     expect(reply(page)).to_have_count(4)  # two replies and the line of figures below each
@@ -295,9 +220,8 @@ def test_page_opens_before_the_model_and_models_can_be_prepared_and_switched(ope
 
 def test_a_password_guards_a_shared_app_and_people_do_not_see_each_other(open_page, tmp_path):
     access = Access((("ada", "secret-a"), ("guest", "secret-g")), remote=True)
-    with serving(FakeBackend(), tmp_path) as (_, url):
-        owner = open_page(url)
-        said(owner, "A short private talk of the owner")
+    private = Conversation(messages=[Message("user", "private")], title="A private talk of the owner")
+    Archive(tmp_path, "guest").of(None).save(private)
     with serving(FakeBackend(), tmp_path, access) as (_, url):
         page = open_page(url, ready=False)
         assert page.request.get(f"{url}gradio_api/info").status == 401
@@ -308,26 +232,28 @@ def test_a_password_guards_a_shared_app_and_people_do_not_see_each_other(open_pa
             page.get_by_role("button", name="Login").click()
             page.wait_for_timeout(300)
         expect(page.locator("#or-status")).to_have_attribute("data-phase", "ready")
+        expect(page.locator("#or-box textarea")).to_be_enabled()
         expect(page.locator(".or-row")).to_have_count(0)
         page.get_by_role("tab", name="Model").click()
         expect(page.locator("#or-right")).to_contain_text("can be prepared only when")
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390), ("dark", 390)])
-def test_layout_fits_the_window(served, open_page, theme, width):
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_layout_fits_the_window(served, open_page, theme):
     _, url = served
     page = open_page(url, color_scheme=theme)
-    page.set_viewport_size({"width": width, "height": 844})
-    expect(page.locator("#or-box textarea")).to_be_in_viewport()
-    if width < 760:
-        expect(page.locator("#or-right")).not_to_be_visible()
-        page.get_by_label("Engine panel").click()
-        expect(page.locator("[data-part=peak]")).to_be_in_viewport()
-        page.get_by_label("Engine panel").click()
-        page.get_by_label("Conversations").click()
-        expect(page.locator("#or-new")).to_be_in_viewport()
-    else:
-        expect(page.locator("[data-part=peak]")).to_be_in_viewport()
-        expect(page.locator("#or-new")).to_be_in_viewport()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("document.body.classList.contains('dark')") is (theme == "dark")
+    for width in (1440, 900, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        expect(page.locator("#or-box textarea")).to_be_in_viewport()
+        expect(page.locator("#or-right")).to_be_visible(visible=width > 1000)
+        expect(page.locator("#or-left")).to_be_visible(visible=width > 800)
+        if width < 1000:
+            page.get_by_label("Engine panel").click()
+        expect(page.locator("[data-part=peak]")).to_be_in_viewport()
+        if width < 1000:
+            page.get_by_label("Engine panel").click()
+        if width < 800:
+            page.get_by_label("Conversations").click()
+        expect(page.locator("#or-new")).to_be_in_viewport()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -75,6 +75,29 @@ def test_settings_come_before_waiting_replies_and_after_the_running_one(desk):
     assert desk.engine.plan.expert_budget_bytes == 16 * MIB and desk.version > version
 
 
+def test_settings_come_into_force_in_the_order_they_were_asked_for(desk):
+    loaded(desk)
+    modes = desk.backend.Mode
+    turn = begun(ask(desk, "long"))
+    changes = [desk.configure(mode=modes.EDGE0), desk.configure(lora=False), desk.configure(mode=modes.ON_DEMAND)]
+    assert desk.asked == {"mode": modes.ON_DEMAND, "lora": False}
+    desk.stop(turn)
+    assert all(change.done.wait(5) for change in changes) and desk.asked == {}
+    assert (desk.engine.config.mode, desk.engine.config.lora) == (modes.ON_DEMAND, False)
+
+
+def test_pages_learn_of_a_change_when_it_is_asked_for_and_when_it_is_settled(desk):
+    desk.backend.no_heads = "this model has no prerouter heads"
+    loaded(desk)
+    assert desk.modes == {"on-demand": None, "edge0": "this model has no prerouter heads"}
+    turn, before = begun(ask(desk, "long")), desk.version
+    change = desk.configure(mode=desk.backend.Mode.EDGE0)
+    asked = desk.version
+    assert asked > before
+    desk.stop(turn)
+    assert change.done.wait(5) and "no prerouter heads" in change.error and desk.version > asked and desk.asked == {}
+
+
 def test_settings_that_do_not_fit_are_refused_with_the_engines_own_words(desk):
     loaded(desk)
     change = desk.configure(expert_memory=1)

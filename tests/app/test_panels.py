@@ -37,8 +37,18 @@ def test_the_line_below_a_reply_has_tokens_ttft_rate_peak_and_reads():
     stats = EngineStats(completion_tokens=10, ttft_s=1.5, tok_s=4.0, peak_active_bytes=300 * MIB, bytes_read=20 * MIB)
     summary = panels.summarise(stats)
     assert summary["line"] == ("10 tokens · first after 1.5 s · 4.0 tok/s · peak active 300 MiB · "
-                               "read 20.0 MiB (2.0 MiB per token)")  # fmt: skip
+                               "read 20.0 MiB (2.0 MiB per token) · On demand")  # fmt: skip
     json.dumps(summary)
+
+
+def test_what_a_forecast_did_is_shown_where_there_was_one():
+    asked = {"hits": 90, "late": 4, "misses": 6}
+    alone = panels.figures(EngineStats(**asked))
+    assert (alone["late"], alone["agreement"]) == (panels.DASH, panels.DASH)
+    assert panels.figures(EngineStats(**asked, prefetch="gate"))["late"] == "4.0 %"
+    assert panels.figures(EngineStats(prefetch="gate"))["late"] == panels.DASH  # nothing was asked for yet
+    heads = panels.figures(EngineStats(**asked, mode="edge0", routing="prerouter", forecast_agreement=0.8125))
+    assert (heads["late"], heads["agreement"]) == ("4.0 %", "81.2 %")
 
 
 def test_the_meter_follows_the_rate_with_two_samples_a_second():

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import engine
-from app import panels
+from app import modes, panels
 from app.desk import Desk
 from app.history import History
 from app.session import Replies, Tab
+from tests.edge0 import put_heads
 
 
 @pytest.fixture
@@ -61,6 +62,32 @@ def test_less_memory_changes_the_plan_and_not_the_words(desk):
     assert talk(desk, Tab(History(None)), "the disk", max_tokens=24, temperature=0) == before
     refused = desk.configure(expert_memory=1)
     assert refused.done.wait(30) and "minimum" in refused.error and desk.engine.plan.expert_budget_bytes == least
+
+
+def test_a_model_without_heads_says_so_and_stays_in_its_mode(desk):
+    assert desk.modes["on-demand"] is None and "no prerouter heads" in desk.modes["edge0"]
+    change = desk.configure(mode=engine.Mode.EDGE0)
+    assert change.done.wait(30) and "no prerouter heads" in change.error
+    stats = desk.figures().stats
+    assert (stats.mode, stats.routing, stats.lora) == ("on-demand", "router", False)
+    assert "own router" in modes.quality(stats)
+
+
+def test_with_heads_the_mode_changes_between_replies_and_the_figures_follow(desk, own_store):
+    path = own_store("qwen3_moe")
+    put_heads(path)
+    assert desk.load(engine.EngineConfig(model=str(path), expert_memory="50%", context=256)).done.wait(60)
+    assert desk.modes == {"on-demand": None, "edge0": None}
+    before = talk(desk, Tab(History(None)), "the disk", max_tokens=24, temperature=0)
+    change = desk.configure(mode=engine.Mode.EDGE0)
+    assert change.done.wait(30) and not change.error
+    tab = Tab(History(None))
+    talk(desk, tab, "the disk", max_tokens=24, temperature=0, repetition_penalty=0.5)
+    assert panels.live(desk)["figures"]["agreement"] != panels.DASH
+    assert tab.conversation.messages[-1].summary["line"].endswith("Edge0 without LoRA")
+    assert "prerouter routing" in modes.quality(desk.figures().stats)
+    assert desk.configure(mode=engine.Mode.ON_DEMAND).done.wait(30)
+    assert talk(desk, Tab(History(None)), "the disk", max_tokens=24, temperature=0) == before
 
 
 def test_stop_reaches_the_engine_within_a_token(desk):

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from fake_engine import FakeBackend, split_reasoning
 
+from app.controls import generation_config
 from app.desk import Desk
 from app.history import History, Message
 from app.panels import Meter
-from app.render import chat_messages
+from app.render import chat_messages, day_of, listing_html, notice_html
 from app.session import Replies, ReplyError, Tab, request_messages, turn_of
-from app.wiring import day_of, generation_config, listing_html, notice_html
 
 
 @pytest.fixture
@@ -195,7 +195,8 @@ def test_settings_become_a_generation_config_or_a_readable_refusal(backend):
 
 def test_titles_and_errors_are_shown_as_text_not_as_markup(tab):
     tab.say("<img src=x onerror=alert(1)>")
-    assert "<img" not in listing_html(tab) and "&lt;img" in listing_html(tab)
+    listing = listing_html(tab.history.entries(), tab.conversation.id)
+    assert "<img" not in listing and "&lt;img" in listing and "aria-current" in listing
     assert "<b>" not in notice_html("<b>no</b>") and notice_html("") == ""
 
 

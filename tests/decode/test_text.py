@@ -30,7 +30,19 @@ def byte_level(directory) -> PreTrainedTokenizerFast:
 
 def word_level(directory) -> PreTrainedTokenizerFast:
     """As sentencepiece does it: a mark for the space before a word, bytes for what it does not know."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁plain", "▁text", ",", "▁two", "▁words", "▁", "s"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁plain",
+        "▁text",
+        ",",
+        "▁two",
+        "▁words",
+        "▁",
+        "s",
+    ]
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(

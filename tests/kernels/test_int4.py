@@ -98,9 +98,7 @@ def test_every_packing_multiplies_to_the_same_numbers(packing):
     assert (got - wanted).norm() < (0.01 if native else 1e-5) * wanted.norm()
 
 
-@pytest.mark.parametrize(
-    ("features", "group"), [(4096, 64), (96, 32), (48, 16), (40, 8), (2880, 64), (6, 2), (7, 7)]
-)
+@pytest.mark.parametrize(("features", "group"), [(4096, 64), (96, 32), (48, 16), (40, 8), (2880, 64), (6, 2), (7, 7)])
 def test_the_group_divides_the_features(features, group):
     assert int4.choose_group(features) == group
 

@@ -105,9 +105,7 @@ def test_the_counters_add_up(slots, prefetch, store):
         def count(module, inputs):
             routed.visit(sorted({module.layer * experts + i for i in inputs[1].flatten().tolist() if i < experts}))
 
-        hooks = [
-            streamed(engine).get_submodule(path).register_forward_pre_hook(count) for path in engine.info.layers
-        ]
+        hooks = [streamed(engine).get_submodule(path).register_forward_pre_hook(count) for path in engine.info.layers]
         for prompt in (PROMPT, PROMPT, PROMPT[:5]):
             routed.asked = 0
             greedy(engine, prompt)

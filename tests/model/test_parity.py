@@ -12,8 +12,9 @@ from tests.streaming import error_of, open_engine, reference, streamed, use_stor
 from tests.tiny_models import CONFIGS
 
 ROUNDING = 1e-4  # of the largest logit: fp32 sums in another order
-PACKED = 0.1  # of the logits' norm: the packed kernels round activations to bf16, which may even change a close routing
-QUANTISED = {"int8": 0.12, "int4": 0.4}  # of the logits' norm: random weights are the hardest to quantise
+# Of the logits' norm. The packed kernels round activations to bf16, which may even change a close routing; without
+# routing, in test_experts.py, the bound is 0.01. Random weights are the hardest to quantise.
+PACKED, QUANTISED = 0.15, {"int8": 0.12, "int4": 0.4}
 
 
 def ids(batch: int, length: int) -> torch.Tensor:
@@ -52,9 +53,8 @@ def test_quantised_experts_compute_what_their_record_stands_for(kind, experts, c
     directory, original = store(kind, experts), reference(checkpoint(kind))
     exact = torch.cat([x.flatten() for x in logits(original, PROMPTS, DECODED)])
     dequantised = torch.cat([x.flatten() for x in logits(use_stored_experts(original, directory), PROMPTS, DECODED)])
-    for slots in (read_info(directory).top_k, None):
-        with open_engine(directory, slots) as engine:
-            got = torch.cat([x.flatten() for x in logits(streamed(engine), PROMPTS, DECODED)])
-        assert error_of(got, dequantised) < PACKED
-        assert error_of(got, exact) < QUANTISED[experts]
-        assert error_of(dequantised, exact) > 0  # or the test would compare the original with itself
+    with open_engine(directory, read_info(directory).top_k) as engine:
+        got = torch.cat([x.flatten() for x in logits(streamed(engine), PROMPTS, DECODED)])
+    assert error_of(got, dequantised) < PACKED
+    assert error_of(got, exact) < QUANTISED[experts]
+    assert error_of(dequantised, exact) > 0  # or the test would compare the original with itself

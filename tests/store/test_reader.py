@@ -61,7 +61,9 @@ def test_a_file_that_ends_early(experts):
     reader, arena = RecordReader(path, RECORD), SlotArena(1, RECORD, torch.device("cpu"))
     os.truncate(path, 5 * RECORD + 4096)
     reader.read_into(4, arena.memory(0))
-    with pytest.raises(ReadError, match=rf"{path} ends at byte {5 * RECORD + 4096}, inside record 5.*prepare the model again"):
+    with pytest.raises(
+        ReadError, match=rf"{path} ends at byte {5 * RECORD + 4096}, inside record 5.*prepare the model again"
+    ):
         reader.read_into(5, arena.memory(0))
     reader.close()
 
@@ -70,5 +72,7 @@ def test_a_read_that_fails(experts):
     path, _ = experts
     reader, arena = RecordReader(path, RECORD), SlotArena(1, RECORD, torch.device("cpu"))
     os.close(reader._descriptor)
-    with pytest.raises(ReadError, match=rf"cannot read {path} at byte {2 * RECORD}: Bad file descriptor; check the disk"):
+    with pytest.raises(
+        ReadError, match=rf"cannot read {path} at byte {2 * RECORD}: Bad file descriptor; check the disk"
+    ):
         reader.read_into(2, arena.memory(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine import CancelledError, ConfigError, SourceError, StoreError, UnsupportedModelError, prepare
 from engine.store.layout import read_info
-from engine.store.source import INDEX_FILE
+from engine.store.source import INDEX_FILE, LocalSource
 from engine.store.verify import verify
 from tests.streaming import PROMPT, greedy, open_engine, reference, reference_greedy
 from tests.tiny_models import save_random, tiny_config, write_checkpoint
@@ -52,11 +53,16 @@ def edit(directory: Path, change) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(checkpoint, tmp_path_factory) -> Path:
-    """The qwen2_moe checkpoint in many shards."""
+    """The qwen2_moe checkpoint in many shards, with borders inside layers and inside experts."""
     directory = tmp_path_factory.mktemp("sharded") / "checkpoint"
     shutil.copytree(checkpoint("qwen2_moe"), directory, ignore=shutil.ignore_patterns("*.safetensors"))
-    reference(checkpoint("qwen2_moe")).save_pretrained(directory, max_shard_size="120KB")
-    assert len(list(directory.glob("*.safetensors"))) > 4
+    tensors = load_file(checkpoint("qwen2_moe") / "model.safetensors")
+    names, index = sorted(tensors), {}
+    for start in range(0, len(names), 13):
+        shard = f"model-{start // 13:05}.safetensors"
+        index.update(dict.fromkeys(names[start : start + 13], shard))
+        save_file({name: tensors[name] for name in names[start : start + 13]}, directory / shard, {"format": "pt"})
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     return directory
 
 
@@ -64,6 +70,28 @@ def test_shards_make_no_difference(sharded, store, tmp_path):
     made, wanted = content(prepare(sharded, tmp_path / "store", "bf16")), content(store("qwen2_moe"))
     assert made["experts.bin"] == wanted["experts.bin"]
     assert made["resident.safetensors"] == wanted["resident.safetensors"]
+
+
+def test_each_shard_is_fetched_once_and_let_go_after_its_last_use(sharded, tmp_path, monkeypatch):
+    held, fetched, most = set(), [], 0
+
+    class Fetched(LocalSource):
+        def open_shard(self, name: str) -> Path:
+            nonlocal most
+            held.add(name)
+            fetched.append(name)
+            most = max(most, len(held))
+            return super().open_shard(name)
+
+        def release_shard(self, name: str) -> None:
+            held.discard(name)
+
+    monkeypatch.setattr("engine.store.writer.open_source", lambda path, progress, cancel: Fetched(path))
+    monkeypatch.setattr("engine.store.blueprint.fingerprint", lambda source: "the same")  # it looks into local shards
+    prepare(sharded, tmp_path / "store", "bf16")
+    assert sorted(fetched) == sorted(path.name for path in sharded.glob("*.safetensors"))
+    assert not held
+    assert most < len(fetched) / 2
 
 
 def test_other_safetensors_beside_the_model_are_left_alone(own_checkpoint, store, tmp_path):
@@ -221,7 +249,9 @@ def test_an_existing_store_of_the_same_model_is_returned(checkpoint, own_store):
 def test_an_existing_store_of_another_model_or_format_is_kept(checkpoint, own_store):
     directory = own_store()
     before = content(directory)
-    with pytest.raises(StoreError, match=r"holds another store \(qwen2_moe, bf16\); choose another destination or remove"):
+    with pytest.raises(
+        StoreError, match=r"holds another store \(qwen2_moe, bf16\); choose another destination or remove"
+    ):
         prepare(checkpoint("qwen2_moe"), directory, "int8")
     with pytest.raises(StoreError, match="holds another store"):
         prepare(checkpoint("olmoe"), directory, "bf16")
@@ -258,9 +288,13 @@ def test_an_unknown_expert_format(checkpoint, tmp_path):
 
 
 def test_a_dense_model(tmp_path):
-    config = LlamaConfig(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
-    with pytest.raises(UnsupportedModelError, match="'llama' is not a Mixture-of-Experts model.*choose an MoE checkpoint"):
+    with pytest.raises(
+        UnsupportedModelError, match="'llama' is not a Mixture-of-Experts model.*choose an MoE checkpoint"
+    ):
         prepare(tmp_path / "dense", tmp_path / "store")
     assert not (tmp_path / "store.partial").exists()
 
@@ -319,7 +353,9 @@ def test_a_missing_shard(sharded, tmp_path):
     shutil.copytree(sharded, tmp_path / "checkpoint")
     victim = sorted((tmp_path / "checkpoint").glob("*.safetensors"))[2]
     victim.unlink()
-    with pytest.raises(SourceError, match=rf"{victim.name} is missing \(1 of \d+ shards\); download the checkpoint again"):
+    with pytest.raises(
+        SourceError, match=rf"{victim.name} is missing \(1 of \d+ shards\); download the checkpoint again"
+    ):
         prepare(tmp_path / "checkpoint", tmp_path / "store")
 
 
@@ -356,7 +392,9 @@ def test_a_damaged_shard(own_checkpoint, tmp_path, damage):
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.gate.weight"])
+@pytest.mark.parametrize(
+    "key", ["model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.gate.weight"]
+)
 def test_a_missing_tensor(own_checkpoint, tmp_path, key):
     edit(own_checkpoint, lambda tensors: tensors.pop(key))
     with pytest.raises(SourceError, match=f"the checkpoint lacks 1 tensors of the model, the first: {key}"):
@@ -365,12 +403,19 @@ def test_a_missing_tensor(own_checkpoint, tmp_path, key):
 
 def test_missing_experts(own_checkpoint, tmp_path):
     edit(own_checkpoint, lambda tensors: tensors.pop("model.layers.1.mlp.experts.5.down_proj.weight"))
-    with pytest.raises((SourceError, UnsupportedModelError), match=r"model\.layers\.1\.mlp\.experts\.down_proj.* 7 .*8"):
+    with pytest.raises(
+        (SourceError, UnsupportedModelError), match=r"model\.layers\.1\.mlp\.experts\.down_proj.* 7 .*8"
+    ):
         prepare(own_checkpoint, tmp_path / "store")
 
 
 @pytest.mark.parametrize(
-    "key", ["model.norm.weight", "model.layers.1.mlp.experts.5.down_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"]
+    "key",
+    [
+        "model.norm.weight",
+        "model.layers.1.mlp.experts.5.down_proj.weight",
+        "model.layers.2.mlp.experts.0.up_proj.weight",
+    ],
 )
 def test_a_tensor_of_the_wrong_shape(own_checkpoint, tmp_path, key):
     edit(own_checkpoint, lambda tensors: tensors.update({key: tensors[key][..., :-8].contiguous()}))

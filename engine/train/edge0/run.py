@@ -39,11 +39,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """start_layer: first decoder layer that is routed by a forecast; the layers before it keep their routers. tokens: at
-    most so many are captured for the heads, and recovered on. scored: at most so many held-out chats are scored."""
+    """start_layer: first decoder layer that is routed by a forecast; the layers before it keep their routers. captured: at
+    most so many tokens for fitting the heads; tokens: for recovery. scored: at most so many held-out chats are scored."""
 
     start_layer: int = 1
-    tokens: int = 100_000
+    captured: int = 60_000
+    tokens: int = 200_000
     scored: int = 24
     max_tokens: int = 192
     seed: int = 0
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--self-generate", type=int, default=0, metavar="N", help="let the model write N chats itself")
     parser.add_argument("--work", type=Path, help="directory for what is kept between runs (models/.train/NAME)")
     parser.add_argument("--out", type=Path, help="directory that gets the adapters (the store)")
-    parser.add_argument("--tokens", type=int, default=defaults.tokens, help="most tokens to train on")
+    parser.add_argument("--captured", type=int, default=defaults.captured, help="most tokens to fit the heads to")
+    parser.add_argument("--tokens", type=int, default=defaults.tokens, help="most tokens to recover on")
     parser.add_argument(
         "--start-layer", type=int, default=defaults.start_layer, help="first layer routed by a forecast"
     )
@@ -131,7 +133,7 @@ def train(
             heads = {owner: TrainedHead(**tensors) for owner, tensors in saved["heads"].items()}
             found = saved["agreement"]
         else:
-            heads, found = fit_heads(engine, some, work, settings, say)
+            heads, found = fit_heads(engine, within(chats, settings.captured), work, settings, say)
             torch.save({"heads": {o: h.tensors() for o, h in heads.items()}, "agreement": found}, kept)
             shutil.rmtree(work / "captured")
     metadata = {
@@ -174,9 +176,13 @@ def weights_of(info: StoreInfo) -> int:
 def run(args: argparse.Namespace) -> dict:
     directory = resolve(args.model)
     settings = TrainSettings(
-        start_layer=args.start_layer, tokens=args.tokens, seed=args.seed, fit=FitSettings(inner=args.inner, seed=args.seed),
+        start_layer=args.start_layer,
+        captured=args.captured,
+        tokens=args.tokens,
+        seed=args.seed,
+        fit=FitSettings(inner=args.inner, seed=args.seed),
         recovery=RecoverySettings(rank=args.rank, descent=DescentSettings(seed=args.seed)),
-    )  # fmt: skip
+    )
     work = args.work or MODELS_DIR / ".train" / directory.name
     return train(args.model, args.data, args.self_generate, work, args.out or directory, args.expert_memory,
                  not args.heads_only, settings, lambda line: print(line, flush=True))  # fmt: skip

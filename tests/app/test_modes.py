@@ -1,0 +1,90 @@
+"""Every mode is described, one that cannot be had says why, and what is shown of the quality is what is in force."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from app import modes
+from app.__main__ import engine_config, parser
+from app.modes import MODES, Choices
+from engine import EXPERT_FORMATS, PREFETCH, EngineStats, Mode
+
+EDGE0 = EngineStats(mode="edge0", routing="prerouter", lora=True, expert_format="int4")
+
+
+def buttons(html: str) -> dict[tuple[str, str], dict[str, bool]]:
+    """The chooser's buttons: (setting, value) -> what they say of themselves."""
+    found = re.findall(r'<button [^>]*data-set="(\w+)" data-value="([\w-]+)"([^>]*)>', html)
+    checked = re.findall(r'<button [^>]*aria-checked="(\w+)"', html)
+    return {(name, value): {"on": on == "true", "able": " disabled" not in rest}
+            for (name, value, rest), on in zip(found, checked, strict=True)}  # fmt: skip
+
+
+def test_every_mode_prefetch_and_format_is_described():
+    assert set(MODES) == {mode.value for mode in Mode}
+    assert set(modes.PREFETCH) == set(PREFETCH)
+    for fmt in EXPERT_FORMATS:
+        assert f"{fmt} experts" in modes.quality(EngineStats(expert_format=fmt))
+
+
+def test_what_can_be_chosen_follows_from_the_mode():
+    both = dict.fromkeys(MODES)
+    on_demand = buttons(modes.chooser(Choices(both, "on-demand", "gate", lora=True)))
+    assert on_demand == {
+        ("mode", "on-demand"): {"on": True, "able": True}, ("mode", "edge0"): {"on": False, "able": True},
+        ("prefetch", "gate"): {"on": True, "able": True}, ("prefetch", "none"): {"on": False, "able": True}}  # fmt: skip
+    html = modes.chooser(Choices(both, "edge0", "gate", lora=True))
+    assert "The prerouter heads" in html
+    assert [key for key, state in buttons(html).items() if state["on"]] == [("mode", "edge0"), ("lora", "off")]
+    assert ("prefetch", "gate") not in buttons(html) and ("prefetch", "none") not in buttons(html)
+    assert buttons(modes.chooser(Choices(both, "edge0", "gate", lora=False)))["lora", "on"]["on"] is False
+    assert modes.chooser(None) == ""
+
+
+def test_what_cannot_be_had_is_disabled_and_says_why():
+    reasons = {
+        "on-demand": None,
+        "edge0": "tiny <b> has no prerouter heads: train them with `python -m engine train tiny`",
+    }
+    html = modes.chooser(Choices(reasons, "on-demand", "none", lora=True, gate=False))
+    assert not buttons(html)["mode", "edge0"]["able"] and not buttons(html)["prefetch", "gate"]["able"]
+    assert "tiny &lt;b&gt; has no prerouter heads" in html and "<code>python -m engine train tiny</code>" in html
+    assert "no gate that can be asked early" in html
+    html = modes.chooser(Choices(dict.fromkeys(MODES), "edge0", "none", lora=True, has_lora=False))
+    assert buttons(html)["lora", "on"] == {"on": False, "able": False} and "came without one" in html
+
+
+def test_a_button_becomes_a_setting_and_nothing_else_does(backend):
+    assert modes.setting(backend, "mode", "edge0") == {"mode": Mode.EDGE0}
+    assert modes.setting(backend, "prefetch", "none") == {"prefetch": "none"}
+    assert [modes.setting(backend, "lora", word)["lora"] for word in ("on", "off")] == [True, False]
+    with pytest.raises(KeyError):
+        modes.setting(backend, "model", "elsewhere")
+    with pytest.raises(ValueError):
+        modes.setting(backend, "mode", "unheard of")
+
+
+@pytest.mark.parametrize(("stats", "chips", "words"), [
+    (EngineStats(expert_format="bf16"), ["bf16 experts", "own router"], "On demand"),
+    (EDGE0, ["int4 experts", "prerouter routing", "recovery LoRA"], "Edge0 with LoRA"),
+    (EngineStats(mode="edge0", routing="prerouter", expert_format="int8"),
+     ["int8 experts", "prerouter routing", "LoRA off"], "Edge0 without LoRA")])  # fmt: skip
+def test_quality_says_what_is_in_force(stats, chips, words):
+    html = modes.quality(stats)
+    assert re.findall(r'<span class="or-chip[^>]*>([^<]*)<', html) == chips
+    assert ("or-chip off" in html) is (chips[-1] == "LoRA off")
+    assert modes.mode_words(stats) == words
+    assert modes.quality(None) == ""
+
+
+def test_the_command_line_sets_the_mode_or_refuses_it_readably(backend):
+    def config(*arguments: str):
+        return engine_config(backend, parser().parse_args(arguments))
+
+    assert (config().mode, config().lora) == (Mode.ON_DEMAND, True)
+    chosen = config("--mode", "edge0", "--no-lora")
+    assert (chosen.mode, chosen.lora) == (Mode.EDGE0, False)
+    with pytest.raises(backend.ConfigError, match="mode 'edge' is unknown: choose from on-demand, edge0"):
+        config("--mode", "edge")
