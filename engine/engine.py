@@ -17,7 +17,7 @@ from engine.decode.plain import Stopped, decode, forward, prefill
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
 from engine.decode.text import TextStream, template_opens_reasoning
-from engine.errors import BusyError, ConfigError, StoreError
+from engine.errors import BusyError, ConfigError
 from engine.forecast.law import RoutingLaw
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
@@ -26,6 +26,7 @@ from engine.model.loader import load_model
 from engine.model.resident import quantise_linears
 from engine.model.router import Routing
 from engine.model.skeleton import load_config
+from engine.model.vocabulary import end_ids, load_tokenizer, vocabulary_size
 from engine.modes import Modes, adapter_bytes
 from engine.registry import resolve
 from engine.residency.build import build_tier
@@ -63,7 +64,7 @@ def plan(config: EngineConfig) -> Plan:
     names."""
     path = resolve(config.model)
     info = read_info(path)
-    return make_plan(config.model, info, config, _vocabulary(load_config(path)), adapter_bytes(path, config))
+    return make_plan(config.model, info, config, vocabulary_size(load_config(path)), adapter_bytes(path, config))
 
 
 class Engine:
@@ -73,25 +74,23 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        from transformers import AutoTokenizer
-
         self._path = resolve(config.model)
         self.info: StoreInfo = read_info(self._path)
-        self._vocabulary = _vocabulary(load_config(self._path))
+        self._vocabulary = vocabulary_size(load_config(self._path))
         self.config = config
         self.plan = self._plan(config, None)
         self._device = resolve_device(config.device)
         if self._device.type == "cpu" and self.info.packing not in ("plain", native_packing()):
             self.info = repack(self._path, self.info, native_packing())
         self._ledger = Ledger()
-        self.tokenizer = _tokenizer(AutoTokenizer, self._path)
+        self.tokenizer = load_tokenizer(self._path)
         self._model, self._experts = load_model(self._path, self.info, self._device)
         if config.resident == "int4":
             quantise_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
         self._modes = Modes(self._path, self.info, self._model)
         self._conversation = Conversation(self._model.config, prefill_chunk(self.info))
-        self._end_ids = _end_ids(self._model, self.tokenizer)
+        self._end_ids = end_ids(self._model, self.tokenizer)
         self._busy = threading.Lock()
         self._tier = None
         self._request = _Request(0, time.perf_counter())
@@ -414,25 +413,6 @@ class Engine:
         self._bytes_before = self._tier.fetcher.meter.bytes
 
 
-def _vocabulary(config) -> int:
-    return config.get_text_config(decoder=True).vocab_size
-
-
-def _tokenizer(auto, path):
-    try:
-        return auto.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise StoreError(f"{path} has no tokenizer that can be loaded ({str(error).splitlines()[0]}); prepare it from a "
-                         "checkpoint that has its tokenizer files") from error  # fmt: skip
-
-
 def _distinct_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers, tied ones once."""
     return list({t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}.values())
-
-
-def _end_ids(model: torch.nn.Module, tokenizer) -> set[int]:
-    """Token ids that end a reply: the generation config's and the tokenizer's."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return {*ends, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}

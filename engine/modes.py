@@ -14,12 +14,13 @@ from engine.errors import ConfigError, OutriderError
 from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
-from engine.forecast.prerouter import Prerouter, PrerouterForecast, check_model, find_file, load_prerouter
+from engine.forecast.prerouter import Prerouter, PrerouterForecast, load_prerouter
 from engine.model.lora import PATTERN as LORA
 from engine.model.lora import Lora, install_lora, place_lora, read_lora, remove_lora
 from engine.model.router import RouterSeam, Routing, TraceSeam, install, remove
 from engine.model.skeleton import find_router
 from engine.residency.tier import Tier
+from engine.store.adapter import check_model, find_adapter
 from engine.store.layout import StoreInfo
 
 
@@ -27,7 +28,7 @@ def adapter_bytes(directory: Path, config: EngineConfig) -> int:
     """Bytes of the heads and the LoRA in the store at `directory` that `config` asks for."""
     if config.mode is not Mode.EDGE0:
         return 0
-    files = [find_file(directory, HEADS), find_file(directory, LORA) if config.lora else None]
+    files = [find_adapter(directory, HEADS), find_adapter(directory, LORA) if config.lora else None]
     return sum(file.stat().st_size for file in files if file is not None)
 
 
@@ -74,7 +75,7 @@ class Modes:
         if mode is not Mode.EDGE0:
             return None
         try:
-            if find_file(self._directory, HEADS) is None:
+            if find_adapter(self._directory, HEADS) is None:
                 return (f"{self._directory.name} has no prerouter heads: train them with `python -m engine train "
                         f"{self._directory.name}`")  # fmt: skip
             self.routing_law()
@@ -93,7 +94,7 @@ class Modes:
         if config.mode is not Mode.EDGE0:
             return None
         prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
-        file = find_file(self._directory, LORA) if config.lora else None
+        file = find_adapter(self._directory, LORA) if config.lora else None
         if file is None:
             return Adapters(prerouter, self.routing_law(), None)
         lora = read_lora(file)

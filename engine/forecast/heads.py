@@ -11,17 +11,15 @@ the decoder's layers, and say in their metadata which model they belong to.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.nn.functional import gelu, linear
 
 from engine.errors import StoreError
+from engine.store.adapter import read_adapter, write_adapter
 
 PATTERN = "prerouter*.safetensors"
 _KEY = re.compile(r"layers\.(\d+)\.(?:mlp\.prerouter\.)?(fc1|fc2|linear_init)\.weight")
@@ -66,31 +64,15 @@ class HeadFile:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def read_metadata(raw: dict[str, str] | None) -> dict[str, str]:
-    """An adapter file's metadata, flat; published files hold one JSON string under the name `__metadata__`."""
-    raw = dict(raw or {})
-    nested = raw.pop("__metadata__", None)
-    if nested is None:
-        return raw
-    try:
-        return {**raw, **{name: str(value) for name, value in json.loads(nested).items()}}
-    except (ValueError, AttributeError) as error:
-        raise StoreError(f"adapter metadata is damaged: {error}") from error
-
-
 def read_heads(path: Path) -> HeadFile:
     """Raises StoreError, naming the file and the tensor, when it is damaged or holds anything but whole heads."""
     tensors: dict[int, dict[str, torch.Tensor]] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = read_metadata(file.metadata())
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                match = _KEY.fullmatch(key)
-                if match is None:
-                    raise StoreError(f"{path}: {key} is no part of a prerouter head")
-                tensors.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} is damaged ({error}); get the heads again") from error
+    found, metadata = read_adapter(path)
+    for key, tensor in found.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise StoreError(f"{path}: {key} is no part of a prerouter head")
+        tensors.setdefault(int(match[1]), {})[match[2]] = tensor
     for owner, parts in tensors.items():
         missing = {"fc1", "fc2"} - parts.keys()
         if missing:
@@ -102,11 +84,6 @@ def read_heads(path: Path) -> HeadFile:
 
 def write_heads(path: Path, heads: HeadFile) -> None:
     """Write `path` whole or not at all."""
-    tensors = {
-        f"layers.{owner}.{part}.weight": tensor.to(torch.float16).contiguous()
-        for owner, parts in heads.tensors.items()
-        for part, tensor in parts.items()
-    }
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata=heads.metadata)
-    temporary.replace(path)
+    tensors = {f"layers.{owner}.{part}.weight": tensor
+               for owner, parts in heads.tensors.items() for part, tensor in parts.items()}  # fmt: skip
+    write_adapter(path, tensors, heads.metadata)

@@ -19,6 +19,7 @@ from engine.forecast.heads import PATTERN, Head, read_heads
 from engine.forecast.law import RoutingLaw
 from engine.model.router import Routing, routed_ids
 from engine.residency.tier import Tier
+from engine.store.adapter import check_model, find_adapter
 from engine.store.layout import StoreInfo
 
 _AGREEMENT_EVERY = 8  # tokens between two looks at what the consumers' own routers would have chosen
@@ -42,17 +43,9 @@ def decoder_layer(path: str) -> int:
     return next(int(part) for part in path.split(".") if part.isdigit())
 
 
-def find_file(directory: Path, pattern: str) -> Path | None:
-    """The one file of a store that matches `pattern`, None without one. Raises StoreError for several."""
-    found = sorted(directory.glob(pattern))
-    if len(found) > 1:
-        raise StoreError(f"{directory} holds several adapters ({', '.join(p.name for p in found)}): keep one")
-    return found[0] if found else None
-
-
 def load_prerouter(directory: Path, info: StoreInfo, device: torch.device) -> Prerouter:
     """The heads that lie in a store. Raises StoreError when there are none or they are another model's."""
-    path = find_file(directory, PATTERN)
+    path = find_adapter(directory, PATTERN)
     if path is None:
         raise StoreError(f"{directory} holds no prerouter heads: train them with `python -m engine train {directory}`")
     file = read_heads(path)
@@ -79,14 +72,6 @@ def load_prerouter(directory: Path, info: StoreInfo, device: torch.device) -> Pr
     heads = {layer_of[owner]: Head.make(**{part: t.to(device) for part, t in parts.items()})
              for owner, parts in file.tensors.items() if owner + 1 in consuming}  # fmt: skip
     return Prerouter(heads, frozenset(layer_of[n] for n in consuming), path)
-
-
-def check_model(path: Path, metadata: dict[str, str], info: StoreInfo) -> None:
-    """Raises StoreError when an adapter says that it belongs to other weights than the store's."""
-    belongs = metadata.get("model_sha256")
-    if belongs is not None and belongs != info.source_sha256:
-        raise StoreError(f"{path} was trained for another model ({metadata.get('model', belongs[:12])}): remove it, or train "
-                         "one for this model with `python -m engine train`")  # fmt: skip
 
 
 class PrerouterForecast(GateLookahead):

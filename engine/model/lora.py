@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear
 
 from engine.errors import StoreError
-from engine.forecast.heads import read_metadata
 from engine.model.skeleton import parent_of
+from engine.store.adapter import read_adapter, write_adapter
 from engine.store.mapping import module_path
 
 PATTERN = "lora*.safetensors"
@@ -65,16 +63,12 @@ class LoraLinear(nn.Module):
 def read_lora(path: Path) -> Lora:
     """Raises StoreError, naming the file and the tensor, for anything that is no pair of A and B."""
     halves: dict[str, dict[str, torch.Tensor]] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = read_metadata(file.metadata())
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                match = _KEY.fullmatch(key)
-                if match is None:
-                    raise StoreError(f"{path}: {key} is no part of a LoRA")
-                halves.setdefault(match[1], {})[match[2]] = file.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} is damaged ({error}); get the LoRA again") from error
+    tensors, metadata = read_adapter(path)
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise StoreError(f"{path}: {key} is no part of a LoRA")
+        halves.setdefault(match[1], {})[match[2]] = tensor
     pairs = {}
     for name, half in halves.items():
         if len(half) < 2:
@@ -99,12 +93,11 @@ def _scale(path: Path, metadata: dict[str, str], pairs: dict) -> float:
 
 def write_lora(path: Path, lora: Lora) -> None:
     """Write `path` in Edge0's layout, whole or not at all. The metadata gets r and alpha."""
-    tensors = {f"{name}.lora_{half}": t.to(torch.float16).contiguous()
-               for name, pair in lora.pairs.items() for half, t in zip("AB", pair, strict=True)}  # fmt: skip
+    tensors = {
+        f"{name}.lora_{half}": t for name, pair in lora.pairs.items() for half, t in zip("AB", pair, strict=True)
+    }
     rank = next(iter(lora.pairs.values()))[0].shape[0]
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata={**lora.metadata, "r": str(rank), "alpha": str(lora.scale * rank)})
-    temporary.replace(path)
+    write_adapter(path, tensors, {**lora.metadata, "r": str(rank), "alpha": str(lora.scale * rank)})
 
 
 def place_lora(model: nn.Module, lora: Lora, path: Path) -> Lora:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import ConfigError, SourceError, StoreError, UnsupportedModelError
 from engine.forecast import heads
 from engine.model.skeleton import load_config
+from engine.store.adapter import flat_metadata
 
 _QUANTISED = ("quantization", "quantization_config", "compression_config")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "top_k_experts", "experts_per_token",
@@ -66,7 +67,7 @@ def trained_top_k(directory: Path) -> int | None:
     for path in sorted(directory.glob(heads.PATTERN)):
         try:
             with safe_open(path, framework="pt") as file:
-                k = heads.read_metadata(file.metadata()).get("K")
+                k = flat_metadata(path, file.metadata()).get("K")
             found |= {int(k)} if k else set()
         except (SafetensorError, OSError, ValueError, StoreError) as error:
             raise SourceError(f"{path} is damaged ({error}); download it again or remove it") from error
