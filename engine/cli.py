@@ -107,11 +107,17 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
 
         add_adapter_arguments(command)
 
-    command = add("bench", _bench, "measure: stream, overhead, peers")
+    command = add("bench", _bench, "measure: stream, overhead, peers, edge0")
     if chosen == ["bench"]:
         from engine.bench.cli import add_arguments as add_bench_arguments
 
         add_bench_arguments(command)
+
+    command = add("eval", _eval, "score a model's quality against its teacher")
+    if chosen == ["eval"]:
+        from engine.eval.cli import add_arguments as add_eval_arguments
+
+        add_eval_arguments(command)
     return parser
 
 
@@ -290,6 +296,14 @@ def _train(args: argparse.Namespace) -> None:
 
 def _bench(args: argparse.Namespace) -> None:
     from engine.bench.cli import run
+
+    result = run(args)
+    if args.json:
+        _print_json(result)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from engine.eval.cli import run
 
     result = run(args)
     if args.json:

@@ -64,7 +64,7 @@ def _stores(args: argparse.Namespace, work: Path) -> tuple[Path | None, Path]:
         _check_disk(args, work)
         # In a process of its own: what writing leaves in the heap would be counted as the engine's resident set.
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
-            return None, writer.submit(write_synthetic, args.model, work / args.model, args.experts).result()
+            return None, writer.submit(write_synthetic, SHAPES[args.model], work / args.model, args.experts).result()
     from engine.store.default_model import add_adapters, build_checkpoint
     from engine.store.writer import prepare
 

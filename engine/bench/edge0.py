@@ -128,7 +128,7 @@ def _seconds(engine: Engine, arm: str, memory: str, tokens: int, warm_up: int):
     engine.configure(expert_memory=memory, mode=mode, prefetch=prefetch)
     engine.settle()
     engine.restart_peak()
-    return generate(engine, list(range(100, 132)), tokens, warm_up)
+    return generate(engine, list(range(100, 108)), tokens, warm_up)
 
 
 def _measure(engine, arms, memory, compute, bandwidth, tokens, warm_up, resident) -> None:

@@ -46,14 +46,13 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write_synthetic(name: str, directory: Path, experts: str) -> Path:
-    """Write the store of shape `name` with random weights in format `experts` and return its directory.
+def write_synthetic(shape: Shape, directory: Path, experts: str) -> Path:
+    """Write a store of this shape with random weights, heads included, its experts in format `experts`; its directory.
 
     Records are cut from one random block at shifting offsets: as incompressible as random ones, much faster to make.
     """
     from transformers import CONFIG_MAPPING
 
-    shape = SHAPES[name]
     config = CONFIG_MAPPING[shape.model_type](**shape.arguments, dtype="bfloat16")
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
@@ -86,7 +85,7 @@ def write_synthetic(name: str, directory: Path, experts: str) -> Path:
         model_type=config.model_type, architecture=type(model).__name__, layers=tuple(modules), experts=size.experts,
         top_k=top_k(model, next(iter(modules))), hidden=size.hidden, expert_format=experts, layout=layout,
         resident_bytes=resident.file_bytes, kv_bytes_per_token=per_token, kv_bytes_fixed=fixed,
-        quantised_share=0.0, source=f"synthetic {name}", source_sha256="synthetic",
+        quantised_share=0.0, source=f"synthetic {shape.model_type}", source_sha256="synthetic",
         resident_format=shape.resident, resident_packing=packing if coded else "plain",
     ))  # fmt: skip
     return directory
