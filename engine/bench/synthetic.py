@@ -19,6 +19,7 @@ from engine.store.layout import EXPERTS_FILE, RecordLayout, StoreInfo, write_inf
 from engine.store.resident import ResidentFile
 from engine.train.edge0.path import TrainedHead
 
+_EMBEDDING = "embed_tokens"
 _INNER = 512  # width of Edge0's published heads
 
 
@@ -77,7 +78,7 @@ def write_synthetic(shape: Shape, directory: Path, experts: str) -> Path:
             if key in gates:
                 gates[key] = made
         for path, form in coded.items():
-            resident.write(file, f"{path}.weight", _random_codes(form, generator))
+            resident.write(file, f"{path}.weight", _random_codes(form, path, generator))
     _write_heads(directory, list(modules), list(gates.values()), generator)
     _write_records(directory / EXPERTS_FILE, layout, size, len(modules) * size.experts, generator)
     per_token, fixed = kv_bytes(model)
@@ -102,21 +103,25 @@ def _write_tokenizer(directory: Path, vocabulary: int) -> None:
 
 
 def _random(tensor: torch.Tensor, key: str, generator: torch.Generator) -> torch.Tensor:
-    """Weights as a trained model's are scaled: rows of unit gain, norms of one."""
+    """Weights as a trained model's are scaled: rows of unit gain, norms of one, embeddings as large as what is added to
+    them, so that tokens keep apart and are routed apart."""
     if tensor.ndim < 2:
         return (
             torch.ones(tensor.shape, dtype=tensor.dtype)
             if "norm" in key
             else torch.zeros(tensor.shape, dtype=tensor.dtype)
         )
-    return torch.randn(tensor.shape, generator=generator).mul_(tensor.shape[-1] ** -0.5).to(tensor.dtype)
+    gain = 1.0 if _EMBEDDING in key else tensor.shape[-1] ** -0.5
+    return torch.randn(tensor.shape, generator=generator).mul_(gain).to(tensor.dtype)
 
 
-def _random_codes(form: MatrixFormat, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _random_codes(form: MatrixFormat, path: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """int4 weights of the same scale, as codes: made, not fitted, which would take a while for billions of them."""
     (q_type, q_shape), (sz_type, sz_shape) = form.tensors().values()
     scales = torch.zeros(sz_shape, dtype=sz_type)
-    scales[..., 0] = form.shape[1] ** -0.5 / 4.6  # codes from -8 to 7 have a standard deviation of 4.6
+    gain = 1.0 if _EMBEDDING in path else form.shape[1] ** -0.5
+    scales[..., 0] = gain / 4.6  # codes from -8 to 7 have a standard deviation of 4.6
+    scales[..., 1] = scales[..., 0] / 2  # their mean is -0.5, and a mean would drown what sets tokens apart
     return {".q": torch.randint(256, q_shape, dtype=q_type, generator=generator), ".sz": scales}
 
 
