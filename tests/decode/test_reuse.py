@@ -41,7 +41,7 @@ class Run:
         if stop_after == 0:
             stop.set()
 
-        def on_forward(_: int) -> None:
+        def on_forward(_: int, decoding: bool) -> None:
             nonlocal chunks
             chunks += 1
             if chunks == stop_after:
