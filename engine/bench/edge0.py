@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.bench.measure import Spread, generate, interpreter_rss, machine, print_table, raw_bandwidth
+from engine.bench.measure import Spread, Timed, generate, interpreter_rss, machine, print_table, raw_bandwidth
 from engine.config import EngineConfig, Mode, format_size
 from engine.engine import Engine
 from engine.forecast.law import RoutingLaw
@@ -70,7 +70,7 @@ def run_edge0(
         if resident:
             for _ in range(repeats):
                 for arm in ARMS:
-                    compute[arm].append(_seconds(engine, arm, "100%", tokens, warm_up)[0])
+                    compute[arm].append(_timed(engine, arm, "100%", tokens, warm_up).seconds)
         disk = [Arm("disk", arm) for arm in ARMS]
         for _ in range(repeats):
             raw = raw_bandwidth(store / engine.info.experts_file, engine.plan.record_bytes, config.read_threads)
@@ -123,7 +123,7 @@ def heads_cost(store: Path, rounds: int = 20) -> float:
     return statistics.median(taken)
 
 
-def _seconds(engine: Engine, arm: str, memory: str, tokens: int, warm_up: int):
+def _timed(engine: Engine, arm: str, memory: str, tokens: int, warm_up: int) -> Timed:
     mode, prefetch = ARMS[arm]
     engine.configure(expert_memory=memory, mode=mode, prefetch=prefetch)
     engine.settle()
@@ -134,16 +134,16 @@ def _seconds(engine: Engine, arm: str, memory: str, tokens: int, warm_up: int):
 def _measure(engine, arms, memory, compute, bandwidth, tokens, warm_up, resident) -> None:
     """One repeat: every arm once."""
     for arm in arms:
-        seconds, stats = _seconds(engine, arm.name, memory, tokens, warm_up)
-        moved = stats.bytes_read / stats.completion_tokens
+        timed = _timed(engine, arm.name, memory, tokens, warm_up)
+        seconds, moved, stats = timed.seconds, timed.bytes_per_token, timed.stats
         if not resident:
-            compute[arm.name].append(seconds - stats.stall_s / stats.completion_tokens)
+            compute[arm.name].append(seconds - timed.stall_s)
         alone = statistics.median(compute[arm.name]) if resident else min(compute[arm.name])
         arm.seconds.append(seconds)
         arm.closeness.append(max(alone, moved / bandwidth) / seconds)
         arm.speed_up.append(arms[0].seconds[-1] / seconds)
         arm.over_gate.append(arms[min(1, len(arms) - 1)].seconds[-1] / seconds if arm is not arms[0] else float("nan"))
-        arm.hidden_io.append(stats.hidden_io if stats.hidden_io is not None else 1.0)
+        arm.hidden_io.append(timed.hidden_io)
         arm.hit_rate.append(stats.hit_rate)
         arm.bytes_per_token.append(moved)
         arm.late.append(stats.late)

@@ -44,20 +44,35 @@ class Spread:
         return f"{self.median:.3g} ({self.least:.3g} to {self.most:.3g})"
 
 
-def generate(engine: Engine, prompt: list[int], tokens: int, warm_up: int) -> tuple[float, EngineStats]:
-    """Seconds a token over `tokens` tokens, after a warm-up generation of `warm_up` tokens, and the request's
-    statistics.
+@dataclass(frozen=True)
+class Timed:
+    """One generation, its decoding alone: seconds, bytes read and seconds stalled a token, and the share of reading that was
+    hidden. stats: of the whole request, its prefill included."""
+
+    seconds: float
+    bytes_per_token: float
+    stall_s: float
+    hidden_io: float
+    stats: EngineStats
+
+
+def generate(engine: Engine, prompt: list[int], tokens: int, warm_up: int) -> Timed:
+    """Time `tokens` tokens after a warm-up generation of `warm_up` tokens.
 
     Both start without a conversation cache; the experts' slots stay as the warm-up left them.
     """
     for count in (warm_up, tokens + 1):
         engine.reset()
+        prefilled = None
         for _ in engine.complete(prompt, GenerationConfig(max_tokens=count, **SAMPLED)):
-            pass
+            prefilled = prefilled or engine.stats()
     stats = engine.stats()
-    if stats.completion_tokens < 2:
+    decoded = stats.completion_tokens - 1
+    if decoded < 1:
         raise RuntimeError("the model ended its reply at once: nothing to time")
-    return 1 / stats.tok_s, stats
+    stall, read = stats.stall_s - prefilled.stall_s, stats.read_s - prefilled.read_s
+    moved = (stats.bytes_read - prefilled.bytes_read) / decoded
+    return Timed(1 / stats.tok_s, moved, stall / decoded, max(0.0, 1 - stall / read) if read > 0 else 1.0, stats)
 
 
 def raw_bandwidth(path: Path, record_bytes: int, threads: int, seconds: float = 1.5) -> float:

@@ -23,7 +23,7 @@ def run_overhead(name: str, checkpoint: Path, store: Path, repeats: int, tokens:
     with Engine(EngineConfig(model=str(store), expert_memory="100%", context=1024, prefetch="none")) as engine:
         engine.settle()
         for _ in range(repeats):
-            ours.append(generate(engine, prompt, tokens, warm_up=4)[0])
+            ours.append(generate(engine, prompt, tokens, warm_up=4).seconds)
             theirs.append(_plain_seconds(plain, prompt, tokens))
     ratio = Spread.of([t / o for o, t in zip(ours, theirs, strict=True)])
     row = {"engine tok/s": Spread.of([1 / s for s in ours]), "transformers tok/s": Spread.of([1 / s for s in theirs]),

@@ -30,8 +30,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 store, share, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with Engine(EngineConfig(model=store, expert_memory=share, context=512)) as engine:
-    seconds, stats = generate(engine, list(range(100, 132)), tokens, warm_up=8)
-print(json.dumps({"seconds": seconds, "rss": stats.rss_bytes}))
+    timed = generate(engine, list(range(100, 132)), tokens, warm_up=8)
+print(json.dumps({"seconds": timed.seconds, "rss": timed.stats.rss_bytes}))
 """
 
 _ACCELERATE = """

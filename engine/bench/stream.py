@@ -46,7 +46,7 @@ def run_stream(name: str, store: Path, repeats: int, tokens: int, warm_up: int) 
         for _ in range(repeats):
             engine.configure(expert_memory="100%", prefetch="none")
             engine.settle()
-            compute, _ = generate(engine, prompt, tokens, warm_up)
+            compute = generate(engine, prompt, tokens, warm_up).seconds
             resident.append(compute)
             full_rss = max(full_rss, psutil.Process().memory_info().rss)
             for arm in arms:
@@ -54,12 +54,12 @@ def run_stream(name: str, store: Path, repeats: int, tokens: int, warm_up: int) 
                 engine.restart_peak()
                 raw = raw_bandwidth(store / engine.info.experts_file, engine.plan.record_bytes, config.read_threads)
                 bandwidths.append(raw)
-                seconds, stats = generate(engine, prompt, tokens, warm_up)
-                bytes_per_token = stats.bytes_read / stats.completion_tokens
+                timed = generate(engine, prompt, tokens, warm_up)
+                seconds, bytes_per_token, stats = timed.seconds, timed.bytes_per_token, timed.stats
                 arm.seconds.append(seconds)
                 arm.closeness.append(max(compute, bytes_per_token / raw) / seconds)
                 arm.hit_rate.append(stats.hit_rate)
-                arm.hidden_io.append(stats.hidden_io if stats.hidden_io is not None else 1.0)
+                arm.hidden_io.append(timed.hidden_io)
                 arm.bytes_per_token.append(bytes_per_token)
                 arm.late, arm.dropped = arm.late + stats.late, arm.dropped + stats.dropped
                 arm.peak_active_bytes = max(arm.peak_active_bytes, stats.peak_active_bytes)

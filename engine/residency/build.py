@@ -20,6 +20,7 @@ from engine.store.layout import StoreInfo
 from engine.store.reader import RecordReader
 
 _HALF_LIFE_TOKENS = 64  # an expert's use counts half as much this many tokens later
+_FORESEEN = 0.5  # of the slots, for experts that are forecast: the others are kept by how often they are used
 _HOST_SHARE = 0.7  # of the free host memory, for the host tier below a device
 
 
@@ -32,13 +33,13 @@ def build_tier(
     """
     if device.type == "cuda":
         host = host_tier(path, info, _host_slots(info, config), config, pinned=True)
-        tier = device_tier(host, plan.slots, device, CudaLink(device))
+        tier = device_tier(host, plan.slots, device, CudaLink(device), _horizon(info, plan.slots))
     elif config.emulated_link is not None:
         host = host_tier(path, info, len(info.layers) * info.experts, config)
         host.prefetch(range(host.keys), deadline=2**62)
         host.settle()
         link = EmulatedLink(parse_size(config.emulated_link))
-        tier = device_tier(host, plan.slots, device, link)
+        tier = device_tier(host, plan.slots, device, link, _horizon(info, plan.slots))
     else:
         tier = host_tier(path, info, plan.slots, config)
     activate = inner._apply_gate if inner.has_gate else inner.act_fn
@@ -53,14 +54,19 @@ def host_tier(path: Path, info: StoreInfo, slots: int, config: EngineConfig, pin
     arena = SlotArena(slots, info.layout.record_bytes, torch.device("cpu"), pinned)
     reader = RecordReader(path / info.experts_file, info.layout.record_bytes, config.page_cache)
     fetcher = StoreFetcher(reader, arena, config.read_threads)
-    return Tier(len(info.layers), info.experts, arena, fetcher, _policy(len(info.layers), info.experts))
+    return Tier(len(info.layers), info.experts, arena, fetcher, _policy(len(info.layers), info.experts), _horizon(info, slots))
 
 
-def device_tier(host: Tier, slots: int, device: torch.device, link: Link) -> Tier:
+def device_tier(host: Tier, slots: int, device: torch.device, link: Link, horizon: int = 2**62) -> Tier:
     """`slots` slots on `device`, filled over `link` from the slots of `host`, which it owns from now on."""
     arena = SlotArena(slots, host.arena.record_bytes, device)
     fetcher = CopyFetcher(host, arena, link)
-    return Tier(host.layers, host.experts, arena, fetcher, _policy(host.layers, host.experts))
+    return Tier(host.layers, host.experts, arena, fetcher, _policy(host.layers, host.experts), horizon)
+
+
+def _horizon(info: StoreInfo, slots: int) -> int:
+    """Steps ahead for which forecasts may evict: as many layers' experts as the slots set aside for them hold."""
+    return max(2, int(_FORESEEN * slots / info.top_k))
 
 
 def _policy(layers: int, experts: int) -> Lfru:

@@ -40,9 +40,12 @@ class TierCounters:
 class Tier:
     """Slots for layers x experts keys, filled by `fetcher`. Safe to use from several threads."""
 
-    def __init__(self, layers: int, experts: int, arena: SlotArena, fetcher: Fetcher, policy: Lfru) -> None:
+    def __init__(
+        self, layers: int, experts: int, arena: SlotArena, fetcher: Fetcher, policy: Lfru, horizon: int = 2**62
+    ) -> None:
         self.layers, self.experts, self.keys = layers, experts, layers * experts
         self.arena, self.fetcher, self.policy = arena, fetcher, policy
+        self.horizon = horizon  # steps: a forecast for later than this evicts nobody yet
         self.counters = TierCounters()
         self.clock = 0
         self._lock = threading.Lock()
@@ -80,6 +83,7 @@ class Tier:
             self.clock += 1
             ready, waiting, absent = self._sort(keys)
             self._start(absent, waiting)
+            self._start_pending()
         try:
             while True:
                 held = dict(ready)
@@ -116,7 +120,9 @@ class Tier:
         """Have distinct `keys` in place by step `deadline`; those there are protected till they are used, or till then.
 
         urgency: order among waiting fetches, smaller first; the deadline by default. A prefetch never takes the slot of
-        an expert that is forecast itself: it waits for one that was used.
+        an expert that is forecast itself: it waits for one that was used. One for later than the horizon takes free slots
+        only, and waits till it is nearer: where the slots cannot hold all that a token runs, experts that are used again
+        and again would give way to those that are used once.
         """
         with self._lock:
             absent = []
@@ -126,8 +132,9 @@ class Tier:
                     absent.append(key)
                 else:
                     self._deadline[slot] = max(self._deadline[slot], deadline)
+            near = urgency is not None or deadline <= self.clock + self.horizon
             for key in absent:
-                slot = self._take_slot(demand=False)
+                slot = self._take_slot(demand=False) if near or self._free else None
                 if slot is None:
                     heapq.heappush(self._pending, (deadline, key))
                     continue
@@ -239,7 +246,7 @@ class Tier:
 
     def _start_pending(self) -> None:
         """Begin the forecasts that found no slot, soonest needed first, while slots can be had now."""
-        while self._pending:
+        while self._pending and (self._free or self._pending[0][0] <= self.clock + self.horizon):
             deadline, key = self._pending[0]
             if deadline > self.clock and self._slot_of[key] == _NEVER:
                 slot = self._take_slot(demand=False)

@@ -323,3 +323,17 @@ def test_settle_waits_for_what_is_queued_and_under_way():
 def test_all_resident_tells_whether_every_expert_has_a_slot():
     assert make_tier(slots=16)[0].all_resident
     assert not make_tier(slots=15)[0].all_resident
+
+
+def test_a_forecast_beyond_the_horizon_takes_free_slots_only_until_it_is_near():
+    tier, fetcher = make_tier(slots=3)
+    tier.horizon = 2
+    fill(tier, fetcher, [0, 1])
+    tier.prefetch([4, 5], deadline=tier.clock + 4)
+    assert fetcher.queued() == [4]  # into the free slot
+    for queued in ([4], [4, 5]):  # a step nearer each
+        lease = Lease(tier, [0])
+        assert lease.batch() == [0]
+        lease.go_on()
+        lease.end()
+        assert sorted(fetcher.queued()) == queued
