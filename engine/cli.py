@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 
 from engine.config import (
@@ -20,6 +21,14 @@ from engine.config import (
     format_size,
 )
 from engine.errors import ConfigError, OutriderError
+
+# Commands with modules of their own, imported only when they are asked for: name -> module, help.
+_ELSEWHERE = {
+    "train-default": ("engine.train.recipe", "train the parts of the default model"),
+    "train": ("engine.train.edge0.run", "train prerouter heads and the recovery LoRA of a model for Edge0 mode"),
+    "bench": ("engine.bench.cli", "measure: stream, overhead, peers, edge0"),
+    "eval": ("engine.eval.cli", "score a model's quality against its teacher"),
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -95,29 +104,11 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
 
     add("fetch-default", _fetch_default, "fetch and prepare the default model")
 
-    command = add("train-default", _train_default, "train the parts of the default model")
-    if chosen == ["train-default"]:
-        from engine.train.recipe import add_arguments as add_train_arguments
-
-        add_train_arguments(command)
-
-    command = add("train", _train, "train prerouter heads and the recovery LoRA of a model for Edge0 mode")
-    if chosen == ["train"]:
-        from engine.train.edge0.run import add_arguments as add_adapter_arguments
-
-        add_adapter_arguments(command)
-
-    command = add("bench", _bench, "measure: stream, overhead, peers, edge0")
-    if chosen == ["bench"]:
-        from engine.bench.cli import add_arguments as add_bench_arguments
-
-        add_bench_arguments(command)
-
-    command = add("eval", _eval, "score a model's quality against its teacher")
-    if chosen == ["eval"]:
-        from engine.eval.cli import add_arguments as add_eval_arguments
-
-        add_eval_arguments(command)
+    for name, (module, text) in _ELSEWHERE.items():
+        command = add(name, _hand_over, text)
+        command.set_defaults(module=module)
+        if chosen == [name]:
+            import_module(module).add_arguments(command)
     return parser
 
 
@@ -278,34 +269,8 @@ def _interactive(engine, system: list[dict], generation: GenerationConfig) -> No
               f"peak active {format_size(stats['peak_active_bytes'])}]")  # fmt: skip
 
 
-def _train_default(args: argparse.Namespace) -> None:
-    from engine.train.recipe import run
-
-    result = run(args)
-    if args.json:
-        _print_json(result)
-
-
-def _train(args: argparse.Namespace) -> None:
-    from engine.train.edge0.run import run
-
-    result = run(args)
-    if args.json:
-        _print_json(result)
-
-
-def _bench(args: argparse.Namespace) -> None:
-    from engine.bench.cli import run
-
-    result = run(args)
-    if args.json:
-        _print_json(result)
-
-
-def _eval(args: argparse.Namespace) -> None:
-    from engine.eval.cli import run
-
-    result = run(args)
+def _hand_over(args: argparse.Namespace) -> None:
+    result = import_module(args.module).run(args)
     if args.json:
         _print_json(result)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,13 +122,13 @@ class Engine:
         if room < 1:
             raise ConfigError(f"the prompt has {len(prompt)} tokens and the context is {self.config.context}: shorten the "
                               "conversation or load the model with a longer context")  # fmt: skip
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("the engine is generating: wait for it to end, or stop it")
-        try:
-            yield from self._run(list(prompt), generation, min(generation.max_tokens, room), stop or threading.Event())
-        finally:
-            self._ledger.set("scratch", 0)
-            self._busy.release()
+        with self._alone("wait for it to end, or stop it"):
+            try:
+                yield from self._run(
+                    list(prompt), generation, min(generation.max_tokens, room), stop or threading.Event()
+                )
+            finally:
+                self._ledger.set("scratch", 0)
 
     def _run(
         self, prompt: list[int], generation: GenerationConfig, limit: int, stop: threading.Event
@@ -182,21 +183,18 @@ class Engine:
         The first row comes from the prefill of `prompt`, each further one from decoding the token before it. Raises as
         `complete` does.
         """
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("the engine is generating: wait for it to end, or stop it")
-        try:
-            self._modes.forecast.reset()
-            logits, _ = prefill(self._model, self._conversation, prompt, threading.Event(), self._on_forward)
-            rows = [logits[0].float().cpu()]
-            for token in reply[:-1]:
-                self._on_forward(1, True)
-                rows.append(forward(self._model, self._conversation, [token])[0].float().cpu())
-                self._conversation.append([token], prefill=False)
-        except BaseException:
-            self._conversation.forget()
-            raise
-        finally:
-            self._busy.release()
+        with self._alone("wait for it to end, or stop it"):
+            try:
+                self._modes.forecast.reset()
+                logits, _ = prefill(self._model, self._conversation, prompt, threading.Event(), self._on_forward)
+                rows = [logits[0].float().cpu()]
+                for token in reply[:-1]:
+                    self._on_forward(1, True)
+                    rows.append(forward(self._model, self._conversation, [token])[0].float().cpu())
+                    self._conversation.append([token], prefill=False)
+            except BaseException:
+                self._conversation.forget()
+                raise
         return torch.stack(rows)
 
     def trace(
@@ -210,9 +208,7 @@ class Engine:
         For each piece watch(layer, MoE input [n, H], routing) is told of every MoE layer in turn, then on_logits(position of
         the piece's first token, logits [n, V]).
         """
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("the engine is generating: wait for it to end, or stop it")
-        try:
+        with self._alone("wait for it to end, or stop it"):
             adapters = self._modes.leave()
             try:
                 self._modes.trace(watch)
@@ -223,8 +219,6 @@ class Engine:
             finally:
                 self._modes.leave()
                 self._modes.enter(self.config, self._tier, adapters)
-        finally:
-            self._busy.release()
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """Token ids of `messages` ready for the assistant's reply. Raises ConfigError when the template refuses
@@ -322,25 +316,19 @@ class Engine:
         """
         changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora}
         wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("the engine is generating: change settings when it has ended")
-        try:
+        with self._alone("change settings when it has ended"):
             wanted = self._resolve_prefetch(wanted)
             new = self._plan(wanted, available_memory(self._device) + self._ledger.active)
             self._become(wanted, new)
             if (wanted.mode, wanted.lora) != (self.config.mode, self.config.lora):
                 self._conversation.forget()  # its keys and values were computed another way
             self.config, self.plan = wanted, new
-        finally:
-            self._busy.release()
 
     def reset(self) -> None:
         """Forget the conversation's KV cache."""
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("the engine is generating: reset when it has ended")
-        self._conversation.forget()
-        self._ledger.set("kv", 0)
-        self._busy.release()
+        with self._alone("reset when it has ended"):
+            self._conversation.forget()
+            self._ledger.set("kv", 0)
 
     def restart_peak(self) -> None:
         """Let peak active memory start from what is held now."""
@@ -365,6 +353,16 @@ class Engine:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self, way_out: str) -> Iterator[None]:
+        """Nobody else uses the model meanwhile. Raises BusyError, which ends with `way_out`, while somebody does."""
+        if not self._busy.acquire(blocking=False):
+            raise BusyError(f"the engine is generating: {way_out}")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _attach(self, config: EngineConfig, plan: Plan) -> None:
         """Build the tier a plan asks for and let the experts compute from it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.forecast.heads import HeadFile, write_heads
+from engine.forecast.heads import FILE, HeadFile, write_heads
 from engine.forecast.prerouter import decoder_layer
 from engine.kernels import int4
 from engine.kernels.formats import MatrixFormat
@@ -133,7 +133,7 @@ def _write_heads(directory: Path, modules: list[str], gates: list[torch.Tensor],
         head.fc2.data.normal_(0, _INNER**-0.5, generator=generator)
         tensors[decoder_layer(path)] = head.tensors()
     consumers = ",".join(str(owner + 1) for owner in tensors)
-    write_heads(directory / "prerouter_edge0.safetensors", HeadFile(tensors, {"consumers": consumers}))
+    write_heads(directory / FILE, HeadFile(tensors, {"consumers": consumers}))
 
 
 def _write_records(path: Path, layout: RecordLayout, size, count: int, generator: torch.Generator) -> None:

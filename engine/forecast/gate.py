@@ -46,7 +46,7 @@ class GateLookahead(DemandForecast):
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)
-        if layer + 1 < len(self.seams):
+        if layer + 1 < len(self.seams) and self.routing(layer + 1) is None:
             self.look_ahead(layer + 1, moe_input)
 
     def look_ahead(self, layer: int, moe_input: torch.Tensor) -> None:

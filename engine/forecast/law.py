@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from engine.errors import ConfigError
+from engine.model.router import as_routing
 
 _PROBES = 32
 _TOLERANCE = 1e-2  # weights may be rounded to bfloat16 by the router
@@ -63,18 +64,14 @@ def find_law(router: nn.Module, hidden: int, top_k: int, name: str) -> RoutingLa
     x = torch.randn(_PROBES, hidden, generator=torch.Generator().manual_seed(0)) * 4
     try:
         with torch.inference_mode():
-            result = router(x.to(weight.device, weight.dtype))
-    except TypeError:
-        result = ()
-    floats = [part for part in result if isinstance(part, torch.Tensor) and part.is_floating_point()]
-    ids = next((part for part in result if isinstance(part, torch.Tensor) and not part.is_floating_point()), None)
-    logits = next((part for part in floats if ids is not None and part.shape[-1] > ids.shape[-1]), None)
-    weights = next((part for part in floats if ids is not None and part.shape == ids.shape), None)
-    if logits is not None and weights is not None:
-        told = torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, weights.float())
+            own = as_routing(router(x.to(weight.device, weight.dtype)))
+    except (TypeError, StopIteration):  # it needs more than its input, or returns something else than a routing
+        own = None
+    if own is not None:
+        told = torch.zeros_like(own.logits, dtype=torch.float32).scatter_(-1, own.ids, own.weights.float())
         for law in _candidates(router, top_k):
             made = torch.zeros_like(told)
-            made.scatter_(-1, *law.select(logits, getattr(router, "e_score_correction_bias", None)))
+            made.scatter_(-1, *law.select(own.logits, getattr(router, "e_score_correction_bias", None)))
             if torch.allclose(told, made, rtol=_TOLERANCE, atol=_TOLERANCE * law.scale / top_k):
                 return law
     raise ConfigError(f"{name} routes neither by softmax and top-k nor by sigmoid and groups: Edge0 mode cannot forecast its "

@@ -107,9 +107,7 @@ class PrerouterForecast(GateLookahead):
         return self._ready[layer]
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
-        self.tier.begin(self.keys(layer, ids))
-        if layer + 1 < len(self.seams) and layer + 1 not in self._ready:
-            self.look_ahead(layer + 1, moe_input)
+        super().on_routed(layer, moe_input, ids)
         if not self._forwards:
             return
         if layer in self._ready and self._forwards % _AGREEMENT_EVERY == 2:

@@ -26,6 +26,8 @@ from safetensors import SafetensorError
 
 from engine.config import DEFAULT_MODEL, MODELS_DIR, PROJECT_DIR, format_size
 from engine.errors import SourceError, StoreError
+from engine.forecast import heads
+from engine.model import lora
 from engine.store.layout import read_info
 from engine.store.progress import Progress, ProgressCallback
 from engine.store.writer import prepare
@@ -81,8 +83,8 @@ SMOLMOE = Recipe(
     asset=PROJECT_DIR / "assets" / "smolmoe.safetensors",
     build=_build_smolmoe,
     adapters=(
-        ("prerouter_edge0.safetensors", PROJECT_DIR / "assets" / "smolmoe-prerouter.safetensors"),
-        ("lora_edge0.safetensors", PROJECT_DIR / "assets" / "smolmoe-lora.safetensors"),
+        (heads.FILE, PROJECT_DIR / "assets" / "smolmoe-prerouter.safetensors"),
+        (lora.FILE, PROJECT_DIR / "assets" / "smolmoe-lora.safetensors"),
     ),
 )
 

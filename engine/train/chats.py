@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
@@ -31,6 +32,23 @@ class Chat:
     targets: Tensor
     top_ids: Tensor
     top_log_probs: Tensor
+
+
+@dataclass
+class Batch:
+    """Chats right-padded together. ids [B, T]; positions [n] are the targets in the flattened ids; top_ids and top_log_probs
+    [n, k] as in a chat."""
+
+    ids: Tensor
+    positions: Tensor
+    top_ids: Tensor
+    top_log_probs: Tensor
+
+    @staticmethod
+    def of(chats: list[Chat]) -> Batch:
+        ids = pad_sequence([chat.ids for chat in chats], batch_first=True)
+        positions = torch.cat([chat.targets + row * ids.shape[1] for row, chat in enumerate(chats)])
+        return Batch(ids, positions, torch.cat([c.top_ids for c in chats]), torch.cat([c.top_log_probs for c in chats]))
 
 
 def save_chats(path: Path, chats: list[Chat]) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from engine.train.chats import Chat
+from engine.train.chats import Batch, Chat
 from engine.train.descent import DescentSettings, descend
 from engine.train.loss import top_kl
 from engine.train.student import Student
@@ -27,12 +25,9 @@ class DistilSettings:
 
 def batch_loss(student: Student, chats: list[Chat]) -> Tensor:
     """KL(teacher ‖ student) at the reply positions of one right-padded batch of chats."""
-    ids = pad_sequence([chat.ids for chat in chats], batch_first=True)
-    positions = torch.cat([chat.targets + row * ids.shape[1] for row, chat in enumerate(chats)])
-    hidden = student.hidden(ids).flatten(0, 1)[positions]
-    top_ids = torch.cat([chat.top_ids for chat in chats])
-    top_log_probs = torch.cat([chat.top_log_probs for chat in chats])
-    return top_kl(hidden, student.lm.lm_head.weight, top_ids, top_log_probs)
+    batch = Batch.of(chats)
+    hidden = student.hidden(batch.ids).flatten(0, 1)[batch.positions]
+    return top_kl(hidden, student.lm.lm_head.weight, batch.top_ids, batch.top_log_probs)
 
 
 class _Distilled:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.utils.rnn import pad_sequence
 
 from engine.model.loader import load_model
 from engine.model.lora import Lora
@@ -22,7 +21,7 @@ from engine.model.resident import Int4Matrix
 from engine.model.router import install
 from engine.model.skeleton import build_skeleton, find_experts, find_router, load_config, parent_of
 from engine.store.layout import StoreInfo
-from engine.train.chats import Chat
+from engine.train.chats import Batch, Chat
 from engine.train.descent import DescentSettings, descend
 from engine.train.edge0.fit import agreement, head_loss, soft_target
 from engine.train.edge0.path import PathSeam, StudentPath, TrainedHead, Turns
@@ -97,10 +96,10 @@ class Student:
         self.path = StudentPath(heads, {owner + 1 for owner in heads}, law, info.experts)
         self.heads = nn.ModuleDict({str(owner): head for owner, head in heads.items()})
         paths = list(find_experts(self.model))
-        self.lora = self._add_lora(paths, settings)
+        self.lora = self._add_lora(settings)
         install(self.model, [find_router(self.model, path) for path in paths], self.path, PathSeam)
 
-    def _add_lora(self, experts: list[str], settings: RecoverySettings) -> dict[str, TrainedLora]:
+    def _add_lora(self, settings: RecoverySettings) -> dict[str, TrainedLora]:
         """Side paths beside every resident linear but the output head; single-row gates are not worth one."""
         generator = torch.Generator().manual_seed(settings.descent.seed)
         head, added = self.model.get_output_embeddings(), {}
@@ -114,17 +113,18 @@ class Student:
 
     def hidden(self, chats: list[Chat], record: bool) -> Tensor:
         """Final hidden states [n, H] at the targets of a batch, routed as decoding would be."""
-        ids = pad_sequence([chat.ids for chat in chats], batch_first=True)
-        self.path.begin(Turns.of_targets([chat.targets for chat in chats], ids.shape[1]), record)
-        positions = torch.cat([chat.targets + row * ids.shape[1] for row, chat in enumerate(chats)])
-        output = self.model.base_model(input_ids=ids, use_cache=False)
-        return output.last_hidden_state.flatten(0, 1)[positions]
+        return self._hidden(Batch.of(chats), chats, record)
+
+    def _hidden(self, batch: Batch, chats: list[Chat], record: bool) -> Tensor:
+        self.path.begin(Turns.of_targets([chat.targets for chat in chats], batch.ids.shape[1]), record)
+        output = self.model.base_model(input_ids=batch.ids, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1)[batch.positions]
 
     def loss(self, chats: list[Chat]) -> tuple[Tensor, float]:
         """(the loss of a batch, its KL)."""
-        hidden = self.hidden(chats, record=True)
-        top_ids, top = torch.cat([c.top_ids for c in chats]), torch.cat([c.top_log_probs for c in chats])
-        kl = top_kl(hidden, self.model.get_output_embeddings().weight, top_ids, top)
+        batch = Batch.of(chats)
+        hidden = self._hidden(batch, chats, record=True)
+        kl = top_kl(hidden, self.model.get_output_embeddings().weight, batch.top_ids, batch.top_log_probs)
         law = self.path.law
         heads = [head_loss(said, soft_target(own, ids, law).detach(), law) for _, said, own, ids in self.path.record]
         return kl + self.settings.head_weight * sum(heads) / max(1, len(heads)), kl.item()

@@ -19,9 +19,11 @@ import transformers
 from engine.config import MODELS_DIR, EngineConfig, Mode, format_size
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.forecast.heads import FILE as HEADS_FILE
 from engine.forecast.heads import HeadFile, write_heads
 from engine.forecast.prerouter import decoder_layer
 from engine.memory.plan import available_memory
+from engine.model.lora import FILE as LORA_FILE
 from engine.model.lora import write_lora
 from engine.registry import resolve
 from engine.store.layout import StoreInfo
@@ -33,7 +35,7 @@ from engine.train.edge0.fit import HOLD_OUT, FitSettings, fit_head
 from engine.train.edge0.path import TrainedHead
 from engine.train.edge0.recover import RecoverySettings, Student, recover
 
-HEADS_FILE, LORA_FILE, REPORT_FILE = "prerouter_edge0.safetensors", "lora_edge0.safetensors", "edge0.json"
+REPORT_FILE = "edge0.json"
 Say = Callable[[str], None]
 
 
