@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.config import (
     DEFAULT_MODEL,
+    DRAFT_BITS,
     EXPERT_FORMATS,
     PREFETCH,
     RESIDENT,
@@ -79,6 +80,13 @@ def _parser(chosen: list[str]) -> argparse.ArgumentParser:
     command.add_argument("--resident", choices=RESIDENT, help="format of the other weights (as the source has them)")
     command.add_argument("--top-k", type=int, help="experts a token is routed to, instead of what the checkpoint says")
 
+    command.add_argument("--draft-bits", type=int, nargs="*", choices=DRAFT_BITS, metavar="BITS",
+                         help="drafts for specter mode to make too: 4, 3, 2 (4, and none for int4 experts)")  # fmt: skip
+
+    command = add("draft", _draft, "make a draft of a prepared store's experts, for specter mode")
+    command.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    command.add_argument("--bits", type=int, choices=DRAFT_BITS, default=4)
+
     command = add("plan", _plan, "say what would be used, by kind, and whether it fits; nothing is loaded")
     _add_model(command)
 
@@ -120,6 +128,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
     command.add_argument("--prefetch", choices=("auto", *PREFETCH), default=defaults.prefetch)
     command.add_argument("--no-lora", dest="lora", action="store_false", help="edge0: leave the recovery LoRA off")
+    command.add_argument("--depth", default=defaults.depth, type=_depth, help="specter: draft tokens a window, or auto")
+    command.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, default=defaults.draft_bits, help="specter: of the draft")
     command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     command.add_argument("--read-threads", type=int, default=defaults.read_threads)
@@ -129,6 +139,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 def _config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.lora,
+                        args.depth, args.draft_bits,
                         args.resident, args.device, args.page_cache, args.read_threads, args.host_memory)  # fmt: skip
 
 
@@ -137,11 +148,35 @@ def _print_json(value: dict) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    from engine.store.draft import build_draft
+    from engine.store.layout import read_info
     from engine.store.writer import prepare
 
     with _Bar() as bar:
-        path = prepare(args.source, args.destination, args.experts, bar.show, resident=args.resident, top_k=args.top_k)
+        path = prepare(args.source, args.destination, args.experts, bar.show, resident=args.resident, top_k=args.top_k,
+                       drafts=args.draft_bits or ())  # fmt: skip
+        info = read_info(path)
+        if args.draft_bits is None and info.expert_format != "int4":  # a draft of 4 bits would be those experts again
+            build_draft(path, info, 4, bar.show)
     _describe(path, args.json)
+
+
+def _draft(args: argparse.Namespace) -> None:
+    from engine.registry import resolve
+    from engine.store.draft import build_draft
+    from engine.store.layout import read_info
+
+    directory = resolve(args.model)
+    with _Bar() as bar:
+        path = build_draft(directory, read_info(directory), args.bits, bar.show)
+    print(f"{path}: {format_size(path.stat().st_size)}")
+    if args.json:
+        _print_json({"draft": str(path), "bits": args.bits, "bytes": path.stat().st_size})
+
+
+def _depth(text: str) -> str | int:
+    """`auto` or a number; what numbers there are the configuration says."""
+    return int(text) if text.isdigit() else text
 
 
 def _fetch_default(args: argparse.Namespace) -> None:

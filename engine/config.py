@@ -23,11 +23,14 @@ class Mode(str, Enum):
 
     ON_DEMAND = "on-demand"
     EDGE0 = "edge0"
+    SPECTER = "specter"
 
 
 PREFETCH = ("none", "gate")
 RESIDENT = ("native", "int4")
 EXPERT_FORMATS = ("bf16", "int8", "int4")
+DRAFT_BITS = (4, 3, 2)
+MAX_DEPTH = 32  # draft tokens a window
 
 
 def parse_size(text: str | int, whole: int | None = None, name: str = "size") -> int:
@@ -66,13 +69,16 @@ class EngineConfig:
     """How a model is loaded.
 
     model: `default`, the name of a store under `models/`, or the path of a store directory.
-    expert_memory: bytes for expert slots: `64MiB`, `1.5GiB`, `25%` of the experts' bytes, or `auto` (what the plan
-        finds free, at most all experts).
+    expert_memory: bytes for experts: `64MiB`, `1.5GiB`, `25%` of the experts' bytes, or `auto` (what the plan finds free,
+        at most all experts). In specter mode the draft's bytes are part of it, the slots get the rest.
     context: the longest prompt + reply, in tokens, that the plan reserves KV memory for.
-    mode: `on-demand` routes as the model was trained to; `edge0` routes by the model's prerouter heads, one token ahead.
+    mode: `on-demand` routes as the model was trained to; `edge0` routes by the model's prerouter heads, one token ahead;
+        `specter` lets a draft of the model speculate and verifies every token.
     prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand; both give the same tokens. `auto`
-        is `gate` where the architecture allows it.
+        is `gate` where the architecture allows it. In specter mode `none` also keeps the draft's routes from fetching.
     lora: in edge0 mode, apply the recovery LoRA that belongs to the heads; the other modes never do.
+    depth: in specter mode, draft tokens a window, 0 to 32; `auto` lets the governor choose for every window.
+    draft_bits: in specter mode, bits of the draft's experts: 4, 3 or 2.
     resident: `native` keeps non-expert weights as they are in the store, `int4` quantises the large linears.
     device: `auto`, `cpu` or `cuda`.
     page_cache: read the store through the operating system's page cache instead of around it. Faster when RAM is
@@ -90,6 +96,8 @@ class EngineConfig:
     mode: Mode = Mode.ON_DEMAND
     prefetch: str = "auto"
     lora: bool = True
+    depth: str | int = "auto"
+    draft_bits: int = 4
     resident: str = "native"
     device: str = "auto"
     page_cache: bool = False
@@ -101,6 +109,10 @@ class EngineConfig:
         _one_of("prefetch", self.prefetch, ("auto", *PREFETCH))
         _one_of("resident", self.resident, RESIDENT)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        if self.depth != "auto" and not (isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH):
+            raise ConfigError(f"depth '{self.depth}' is not possible: choose auto, or 0 to {MAX_DEPTH} draft tokens")
+        if self.draft_bits not in DRAFT_BITS:
+            raise ConfigError(f"draft bits {self.draft_bits} is not possible: choose from {', '.join(map(str, DRAFT_BITS))}")
         _at_least("context", self.context, 16)
         _at_least("read threads", self.read_threads, 1)
         if not isinstance(self.mode, Mode):

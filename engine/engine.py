@@ -6,19 +6,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import psutil
 import torch
 
 from engine.config import EngineConfig, GenerationConfig, Mode
+from engine.decode.governor import Governor, Window
+from engine.decode.parking import Pace, Parking
 from engine.decode.plain import Stopped, decode, forward, prefill
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
+from engine.decode.speculative import Tally, speculate
 from engine.decode.text import TextStream, template_opens_reasoning
 from engine.errors import BusyError, ConfigError
+from engine.forecast.draft import DraftRoutes
+from engine.forecast.gate import DemandForecast
 from engine.forecast.law import RoutingLaw
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
@@ -31,6 +36,7 @@ from engine.model.vocabulary import end_ids, load_tokenizer, vocabulary_size
 from engine.modes import Modes, adapter_bytes
 from engine.registry import resolve
 from engine.residency.build import build_tier
+from engine.residency.tier import Tier
 from engine.stats import EngineStats
 from engine.store.layout import StoreInfo, read_info
 from engine.store.repack import repack
@@ -58,6 +64,7 @@ class _Request:
     first: float | None = None
     last: float | None = None
     tokens: int = 0
+    tally: Tally = field(default_factory=Tally)  # of speculation
 
 
 def plan(config: EngineConfig) -> Plan:
@@ -89,7 +96,7 @@ class Engine:
         if config.resident == "int4":
             quantise_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
-        self._modes = Modes(self._path, self.info, self._model)
+        self._modes = Modes(self._path, self.info, self._model, self._experts)
         self._conversation = Conversation(self._model.config, prefill_chunk(self.info))
         self._end_ids = end_ids(self._model, self.tokenizer)
         self._busy = threading.Lock()
@@ -97,6 +104,7 @@ class Engine:
         self._request = _Request(0, time.perf_counter())
         self.config = self._resolve_prefetch(config)
         self._become(self.config, self.plan)
+        self._speculate_anew()
 
     # -- generating --------------------------------------------------------------------------------------------------
 
@@ -124,6 +132,7 @@ class Engine:
                               "conversation or load the model with a longer context")  # fmt: skip
         with self._alone("wait for it to end, or stop it"):
             try:
+                self._park()
                 yield from self._run(
                     list(prompt), generation, min(generation.max_tokens, room), stop or threading.Event()
                 )
@@ -134,6 +143,7 @@ class Engine:
         self, prompt: list[int], generation: GenerationConfig, limit: int, stop: threading.Event
     ) -> Iterator[Chunk]:
         request = self._request = _Request(len(prompt), time.perf_counter())
+        self._pace = Pace()
         self._reset_counters()
         self._modes.forecast.reset()
         text = TextStream(self.tokenizer, generation.stop)
@@ -143,33 +153,79 @@ class Engine:
             request.prefill_done = time.perf_counter()
             self._ledger.set("kv", self._conversation.bytes())
             sampler = Sampler(generation, self._device)
-            tokens = decode(self._model, self._conversation, logits, sampler, list(prompt), self._on_forward)
-            for token in tokens:
-                request.last = time.perf_counter()
-                request.first = request.first or request.last
-                request.tokens += 1
-                reason = "stop" if token in self._end_ids else None
-                piece = "" if reason else text.push(token)
-                if text.stopped:
-                    reason = "stop"
-                elif reason is None and request.tokens >= limit:
-                    reason = "length"
-                elif reason is None and stop.is_set():
-                    reason = "stopped"
-                if reason:
-                    piece += text.finish()
-                whole = True
-                yield Chunk(piece, (token,), reason)
-                if reason:
-                    return
-                whole = False
+            with closing(self._decode(logits, sampler, list(prompt), limit, stop)) as tokens:
+                for token in tokens:
+                    request.last = time.perf_counter()
+                    request.first = request.first or request.last
+                    self._pace.add(request.last)
+                    request.tokens += 1
+                    reason = "stop" if token in self._end_ids else None
+                    piece = "" if reason else text.push(token)
+                    if text.stopped:
+                        reason = "stop"
+                    elif reason is None and request.tokens >= limit:
+                        reason = "length"
+                    elif reason is None and stop.is_set():
+                        reason = "stopped"
+                    if reason:
+                        piece += text.finish()
+                    whole = True
+                    yield Chunk(piece, (token,), reason)
+                    if reason:
+                        return
+                    whole = False
         except Stopped:
             whole = True
-            yield Chunk("", (), "stopped")
+            yield Chunk(text.finish(), (), "stopped")
         finally:
             if not whole:
                 self._conversation.forget()
             self._ledger.set("kv", self._conversation.bytes())
+
+    @property
+    def tier(self) -> Tier:
+        """Where the experts are computed from, for benchmarks and tests; another one after settings changed."""
+        return self._tier
+
+    @property
+    def forecast(self) -> DemandForecast:
+        """Who foresees in the present mode, for benchmarks and tests; another one after settings changed."""
+        return self._modes.forecast
+
+    @property
+    def governor(self) -> Governor:
+        """Who chooses the depth in specter mode; a new one after settings changed."""
+        return self._governor
+
+    def _decode(
+        self, logits: torch.Tensor, sampler: Sampler, history: list[int], limit: int, stop: threading.Event
+    ) -> Iterator[int]:
+        """The tokens after the prompt, by the loop of the present mode."""
+        common = self._model, self._conversation, logits, sampler, history
+        drafter = self._modes.forecast
+        if not isinstance(drafter, DraftRoutes):
+            return decode(*common, self._on_forward)
+        return speculate(*common, limit, stop, drafter, self._governor, self._on_window, self._on_forward)
+
+    def _park(self) -> None:
+        """Before a reply in specter mode with free depth: give the draft's memory to the slots, or back, if that is faster."""
+        if self.config.mode is not Mode.SPECTER or self.config.depth != "auto" or self._pace is None:
+            return
+        was, parked = self._parking.parked, self._parking.decide(self._pace.seconds)
+        if parked != was:
+            new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
+            self._become(self.config, new, parked)
+            self.plan = new
+
+    def _speculate_anew(self) -> None:
+        """Forget what was measured in specter mode."""
+        depth = self.config.depth
+        self._governor, self._parking = Governor(None if depth == "auto" else depth), Parking()
+        self._pace: Pace | None = None  # of the last reply, when it was made as the engine is now configured
+
+    def _on_window(self, window: Window) -> None:
+        self._request.tally.add(window)
+        self._governor.learn(window, self._modes.forecast.cost())
 
     def _on_forward(self, tokens: int, decoding: bool) -> None:
         self._modes.forecast.on_forward(decoding)
@@ -275,6 +331,7 @@ class Engine:
             stall_s=counters.stall_s,
             hidden_io=max(0.0, 1 - counters.stall_s / read) if read > 0 else None,
             forecast_agreement=getattr(self._modes.forecast, "agreement", None),
+            **self._speculation(),
             expert_budget_bytes=self.plan.expert_budget_bytes,
             peak_active_bytes=self._ledger.peak,
             active_bytes_by_kind=self._ledger.by_kind(),
@@ -283,6 +340,22 @@ class Engine:
             link="pcie" if cuda else "ssd" if self.config.emulated_link is None else "emulated",
             device_memory_bytes=torch.cuda.memory_allocated(self._device) if cuda else None,
         )
+
+    def _speculation(self) -> dict:
+        """The part of the statistics that specter mode alone has."""
+        if self.config.mode is not Mode.SPECTER:
+            return {}
+        tally, drafter = self._request.tally, self._modes.forecast
+        return {
+            "draft_bits": self.config.draft_bits,
+            "draft_depth": self._governor.now,
+            "draft_parked": not isinstance(drafter, DraftRoutes),
+            "accepted_per_window": tuple(tally.accepted),
+            "acceptance_by_position": tally.by_position(),
+            "forecast_recall": getattr(drafter, "recall", None),
+            "draft_s": tally.draft_s,
+            "verify_s": tally.verify_s,
+        }
 
     def residency(self) -> np.ndarray:
         """uint8 [MoE layers, experts]: 0 absent, 1 resident, 2 in flight, 3 just hit, 4 just missed."""
@@ -300,7 +373,7 @@ class Engine:
 
     def modes(self) -> dict[str, str | None]:
         """Mode -> None where this model can be run in it, else one sentence on why not and what to do."""
-        return {mode.value: self._modes.hindrance(mode) for mode in Mode}
+        return {mode.value: self._modes.hindrance(mode, self.config.draft_bits) for mode in Mode}
 
     def configure(
         self,
@@ -309,20 +382,24 @@ class Engine:
         prefetch: str | None = None,
         mode: Mode | None = None,
         lora: bool | None = None,
+        depth: str | int | None = None,
+        draft_bits: int | None = None,
     ) -> None:
         """Change settings without loading the model again.
 
         Raises BusyError while generating, PlanError if it cannot fit, ConfigError for a mode that this model has not.
         """
-        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora}
+        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora,
+                   "depth": depth, "draft_bits": draft_bits}  # fmt: skip
         wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
         with self._alone("change settings when it has ended"):
             wanted = self._resolve_prefetch(wanted)
             new = self._plan(wanted, available_memory(self._device) + self._ledger.active)
             self._become(wanted, new)
-            if (wanted.mode, wanted.lora) != (self.config.mode, self.config.lora):
+            if _computing(wanted) != _computing(self.config):
                 self._conversation.forget()  # its keys and values were computed another way
             self.config, self.plan = wanted, new
+            self._speculate_anew()
 
     def reset(self) -> None:
         """Forget the conversation's KV cache."""
@@ -366,7 +443,7 @@ class Engine:
 
     def _attach(self, config: EngineConfig, plan: Plan) -> None:
         """Build the tier a plan asks for and let the experts compute from it."""
-        self._tier, kernel = build_tier(self._path, self.info, plan, config, self._experts[0].inner, self._device)
+        self._tier, kernel = build_tier(self._path, self.info, plan, config, self._experts[0], self._device)
         for experts in self._experts:
             experts.attach(self._tier, kernel)
         self._ledger.set("experts", self._tier.arena.bytes)
@@ -387,21 +464,23 @@ class Engine:
             raise ConfigError(f"{self.info.architecture} has no router to ask a layer ahead: choose prefetch none")
         return config
 
-    def _plan(self, config: EngineConfig, available: int | None) -> Plan:
+    def _plan(self, config: EngineConfig, available: int | None, parked: bool = False) -> Plan:
         """The plan of `config`, which fits. Raises PlanError."""
         adapters = adapter_bytes(self._path, config)
-        return make_plan(config.model, self.info, config, self._vocabulary, adapters, available).require_fit()
+        return make_plan(config.model, self.info, config, self._vocabulary, adapters, available, parked).require_fit()
 
-    def _become(self, config: EngineConfig, plan: Plan) -> None:
+    def _become(self, config: EngineConfig, plan: Plan, parked: bool = False) -> None:
         """Leave the present mode for the one of `config`, with the slots of `plan`; unchanged if that cannot be had."""
-        adapters = self._modes.load(config)
+        extras = self._modes.load(config, parked)
         self._modes.leave()
+        self._modes.release(extras)
         if self._tier is None or self._tier.arena.slots != plan.slots:
             if self._tier is not None:
                 self._detach()
             self._attach(config, plan)
-        self._modes.enter(config, self._tier, adapters)
+        self._modes.enter(config, self._tier, extras)
         self._ledger.set("adapters", self._modes.adapter_bytes)
+        self._ledger.set("draft", self._modes.draft_bytes)
 
     def _reset_counters(self) -> None:
         self._tier.reset_counters()
@@ -409,6 +488,11 @@ class Engine:
             experts.dropped = 0
         self._read_before = self._tier.fetcher.meter.busy_now()
         self._bytes_before = self._tier.fetcher.meter.bytes
+
+
+def _computing(config: EngineConfig) -> tuple:
+    """What decides how keys and values are computed; specter mode computes them as on-demand mode does."""
+    return config.mode is Mode.EDGE0, config.mode is Mode.EDGE0 and config.lora
 
 
 def _distinct_tensors(model: torch.nn.Module) -> list[torch.Tensor]:

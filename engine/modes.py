@@ -11,16 +11,20 @@ from torch import nn
 
 from engine.config import EngineConfig, Mode
 from engine.errors import ConfigError, OutriderError
+from engine.forecast.draft import DraftRoutes
 from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
 from engine.forecast.prerouter import Prerouter, PrerouterForecast, load_prerouter
+from engine.model.draft import Draft, load_draft
+from engine.model.experts import StreamedExperts
 from engine.model.lora import PATTERN as LORA
 from engine.model.lora import Lora, install_lora, place_lora, read_lora, remove_lora
 from engine.model.router import RouterSeam, Routing, TraceSeam, install, remove
 from engine.model.skeleton import find_router
 from engine.residency.tier import Tier
 from engine.store.adapter import check_model, find_adapter
+from engine.store.draft import DraftFile, find_draft
 from engine.store.layout import StoreInfo
 
 
@@ -48,11 +52,12 @@ class Adapters:
 class Modes:
     """The modes of one loaded model. `forecast` is the entered mode's, None outside of any."""
 
-    def __init__(self, directory: Path, info: StoreInfo, model: nn.Module) -> None:
-        self._directory, self._info, self._model = directory, info, model
+    def __init__(self, directory: Path, info: StoreInfo, model: nn.Module, experts: list[StreamedExperts]) -> None:
+        self._directory, self._info, self._model, self._experts = directory, info, model, experts
         self._routers = [find_router(model, path) for path in info.layers]
         self._law: RoutingLaw | None = None
         self._adapters: Adapters | None = None  # of the entered mode
+        self._draft: Draft | None = None  # stays when its mode is left for a while, until `release`
         self.forecast: DemandForecast | None = None
 
     @property
@@ -70,11 +75,20 @@ class Modes:
         """Bytes of heads and LoRA that the entered mode holds."""
         return self._adapters.bytes if self._adapters else 0
 
-    def hindrance(self, mode: Mode) -> str | None:
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft in memory."""
+        return self._draft.bytes if self._draft else 0
+
+    def hindrance(self, mode: Mode, draft_bits: int) -> str | None:
         """Why the model cannot be run in `mode`, and what to do; None when it can."""
-        if mode is not Mode.EDGE0:
-            return None
         try:
+            if mode is Mode.SPECTER:
+                if not self.supports_gate:
+                    return f"{self._info.architecture} has no router to watch while drafting: use on-demand mode"
+                find_draft(self._directory, self._info, draft_bits)
+            if mode is not Mode.EDGE0:
+                return None
             if find_adapter(self._directory, HEADS) is None:
                 return (f"{self._directory.name} has no prerouter heads: train them with `python -m engine train "
                         f"{self._directory.name}`")  # fmt: skip
@@ -83,14 +97,16 @@ class Modes:
             return str(error)
         return None
 
-    def load(self, config: EngineConfig) -> Adapters | None:
-        """What the mode of `config` needs beside the model, read and checked; None when it needs nothing.
+    def load(self, config: EngineConfig, parked: bool = False) -> Adapters | DraftFile | None:
+        """What the mode of `config` needs beside the model, checked; None when it needs nothing.
 
-        Raises ConfigError or StoreError; nothing has changed then.
+        parked: specter mode without its draft. Raises ConfigError or StoreError; nothing has changed then.
         """
-        hindrance = self.hindrance(config.mode)
+        hindrance = self.hindrance(config.mode, config.draft_bits)
         if hindrance:
             raise ConfigError(hindrance)
+        if config.mode is Mode.SPECTER and not parked:
+            return find_draft(self._directory, self._info, config.draft_bits)
         if config.mode is not Mode.EDGE0:
             return None
         prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
@@ -101,33 +117,47 @@ class Modes:
         check_model(file, lora.metadata, self._info)
         return Adapters(prerouter, self.routing_law(), place_lora(self._model, lora, file))
 
-    def enter(self, config: EngineConfig, tier: Tier, adapters: Adapters | None) -> None:
-        """Put the configured forecaster in front of the routers, and the LoRA on where there is one."""
-        if adapters is not None:
-            self.forecast = PrerouterForecast(tier, adapters.prerouter, adapters.law)
-            if adapters.lora is not None:
-                install_lora(self._model, adapters.lora)
+    def enter(self, config: EngineConfig, tier: Tier, extras: Adapters | DraftFile | None) -> None:
+        """Put the configured forecaster in front of the routers, and the LoRA on or the draft ready where there is one."""
+        gate = config.prefetch == "gate"
+        if isinstance(extras, Adapters):
+            self._adapters = extras
+            self.forecast = PrerouterForecast(tier, extras.prerouter, extras.law)
+            if extras.lora is not None:
+                install_lora(self._model, extras.lora)
+        elif isinstance(extras, DraftFile):
+            if self._draft is None:
+                device = next(self._model.parameters()).device
+                self._draft = load_draft(extras, self._info, *self._experts[0].functions(), device)
+            fetch = "none" if config.prefetch == "none" else "drafting"
+            self.forecast = DraftRoutes(tier, self._experts, self._draft, gate, fetch)
         else:
-            self.forecast = GateLookahead(tier) if config.prefetch == "gate" else DemandForecast(tier)
-        self._adapters = adapters
+            self.forecast = GateLookahead(tier) if gate else DemandForecast(tier)
         # Where nothing can be missing there is nothing to foresee.
-        if adapters is not None or (self.supports_gate and not tier.all_resident):
+        if extras is not None or (self.supports_gate and not tier.all_resident):
             self.forecast.seams = install(self._model, self._routers, self.forecast)
 
     def trace(self, watch: Callable[[int, torch.Tensor, Routing], None]) -> None:
         """Let `watch` see all routing of a model that is in no mode, until `leave`."""
         install(self._model, self._routers, watch, TraceSeam)
 
-    def leave(self) -> Adapters | None:
+    def leave(self) -> Adapters | DraftFile | None:
         """The model is then as if no mode had ever been entered. Returns what `enter` would need to enter again."""
         adapters, self._adapters = self._adapters, None
+        drafting = isinstance(self.forecast, DraftRoutes)
         remove(self._model, [path for path in self._routers if path])
         if adapters is not None and adapters.lora is not None:
             remove_lora(self._model, list(adapters.lora.pairs))
         if self.forecast is not None:
             self.forecast.tier.forget_forecasts()
         self.forecast = None
-        return adapters
+        return self._draft.file if drafting else adapters
+
+    def release(self, extras: Adapters | DraftFile | None) -> None:
+        """Give the draft's memory back unless `extras`, which are about to be entered with, are the draft's."""
+        if self._draft is not None and self._draft.file != extras:
+            self._draft.close()
+            self._draft = None
 
     def router(self, layer: int) -> nn.Module:
         """The model's own router of MoE layer `layer`."""

@@ -17,6 +17,12 @@ class EngineStats:
     routing: `router` when every layer routes itself, `prerouter` when heads route; lora: whether the recovery LoRA is on.
     forecast_agreement: in edge0 mode, mean share of a layer's forecast experts that its own router would have chosen too,
         looked up at some of the tokens; None elsewhere.
+    draft_bits, draft_depth: in specter mode, bits of the draft, and draft tokens of the present window (0 is plain decoding);
+        draft_parked: speculation did not pay, and the draft's memory went to the slots.
+    accepted_per_window: [a] = windows of which exactly a draft tokens were accepted; acceptance_by_position: [i] = share of the
+        draft tokens at position i, counted from 0, that were accepted, of those after accepted ones.
+    forecast_recall: share of the experts that verification ran which the draft's routes had named.
+    draft_s, verify_s: time spent drafting, and verifying, which includes its stall_s.
     peak_active_bytes: high-water mark of the ledger since the model was loaded; active_bytes_by_kind: now.
     rss_bytes: resident set of the whole process, interpreter and libraries included; None where unknown.
     """
@@ -42,6 +48,14 @@ class EngineStats:
     stall_s: float = 0.0
     hidden_io: float | None = None
     forecast_agreement: float | None = None
+    draft_bits: int | None = None
+    draft_depth: int | None = None
+    draft_parked: bool = False
+    accepted_per_window: tuple[int, ...] = ()
+    acceptance_by_position: tuple[float, ...] = ()
+    forecast_recall: float | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
     expert_budget_bytes: int = 0
     peak_active_bytes: int = 0
     active_bytes_by_kind: dict[str, int] = field(default_factory=dict)

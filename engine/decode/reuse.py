@@ -81,6 +81,27 @@ class Conversation:
         self._prompt, self._logits = list(prompt), logits
         self._keep_copy()
 
+    def mark(self) -> dict[int, object]:
+        """What `take_back` needs beside the cache to come back to now: copies of the layers that a crop cannot put back."""
+        return {i: copy.deepcopy(self.cache.layers[i]) for i in self._stiff()}
+
+    def take_back(self, tokens: int, mark: dict[int, object]) -> None:
+        """Make the cache forget the last `tokens` tokens, which were not appended; `mark` was made before the first."""
+        if tokens:
+            self._crop(tokens, mark)
+
+    def settle(self, ahead: int, kept: int, mark: dict[int, object]) -> None:
+        """Make the cache hold the appended tokens only: it holds `ahead` more.
+
+        Layers that a crop cannot put back go to where `mark` was made, before the last `kept` appended tokens, which are
+        forgotten too.
+        """
+        if ahead and mark:
+            self._crop(ahead + kept, mark)
+            self.ids = self.ids[: len(self.ids) - kept]
+        elif ahead:
+            self._crop(ahead, mark)
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _stiff(self) -> list[int]:
@@ -104,12 +125,16 @@ class Conversation:
         if extra and stiff and length not in self._copies:
             return False
         if extra:
-            for index, layer in enumerate(self.cache.layers):
-                if index in stiff:
-                    self.cache.layers[index] = copy.deepcopy(self._copies[length][index])
-                else:
-                    layer.crop(-extra)
+            self._crop(extra, self._copies.get(length, {}))
         self.ids = self.ids[:length]
         self._copies = {position: layers for position, layers in self._copies.items() if position <= length}
         self.aligned = min(self.aligned, length)
         return True
+
+    def _crop(self, extra: int, copies: dict[int, object]) -> None:
+        """Take the last `extra` tokens out of the cache; `copies`, by layer, are of the layers that cannot be cropped."""
+        for index, layer in enumerate(self.cache.layers):
+            if index in copies:
+                self.cache.layers[index] = copy.deepcopy(copies[index])
+            else:
+                layer.crop(-extra)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu
 
 from engine.errors import StoreError
+from engine.memory.block import empty_together
 from engine.store.adapter import read_adapter, write_adapter
 
 PATTERN = "prerouter*.safetensors"
@@ -30,31 +31,46 @@ _KEY = re.compile(r"layers\.(\d+)\.(?:mlp\.prerouter\.)?(fc1|fc2|linear_init)\.w
 class Head:
     """One owner layer's head, in the dtype it computes in.
 
-    dense [P + E, H] is W_1 above W_lin, of the columns for m. sparse [2E, P + E] holds the columns for cur, then for prev,
-    as rows: multiplying by sums of one-hots is adding those rows up. out [E, P] is W_2.
+    dense [H, P + E] is W_1 beside W_lin, of the columns for m, transposed. sparse [2E, P + E] holds the columns for cur, then
+    for prev, as rows: multiplying by sums of one-hots is adding those rows up. out [P, E] is W_2, transposed.
     """
 
     dense: torch.Tensor
     sparse: torch.Tensor
     out: torch.Tensor
 
-    @staticmethod
-    def make(fc1: torch.Tensor, fc2: torch.Tensor, linear_init: torch.Tensor) -> Head:
-        """fc1 [P, H + 2E], fc2 [E, P], linear_init [E, H + 2E]."""
-        whole = torch.cat([fc1, linear_init])
-        hidden = whole.shape[1] - 2 * len(fc2)
-        return Head(whole[:, :hidden].contiguous(), whole[:, hidden:].t().contiguous(), fc2.contiguous())
-
     def logits(self, m: torch.Tensor, current: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
         """m [1, H], ids of the experts that ran [k] at this token and [k] at the previous one, if any -> [1, E]."""
-        experts, inner = self.out.shape
+        inner, experts = self.out.shape
         rows = current if previous is None else torch.cat([current, previous + experts])
-        mixed = linear(m.to(self.dense.dtype), self.dense) + self.sparse[rows].sum(0)
-        return mixed[:, inner:] + linear(gelu(mixed[:, :inner]), self.out)
+        ran = self.sparse.index_select(0, rows).sum(0)
+        mixed = torch.addmm(ran, m.to(self.dense.dtype), self.dense)
+        return torch.addmm(mixed[:, inner:], gelu(mixed[:, :inner]), self.out)
 
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.dense, self.sparse, self.out))
+
+
+def make_heads(tensors: dict[int, dict[str, torch.Tensor]], device: torch.device) -> dict[int, Head]:
+    """Owner -> head on `device`, from its fc1 [P, H + 2E], fc2 [E, P] and linear_init [E, H + 2E], which are copied."""
+    layouts = []
+    for parts in tensors.values():
+        (inner, wide), experts, dtype = parts["fc1"].shape, len(parts["fc2"]), parts["fc1"].dtype
+        hidden, both = wide - 2 * experts, inner + experts
+        layouts += [((both, hidden), dtype), ((2 * experts, both), dtype), ((experts, inner), dtype)]
+    memory = iter(empty_together(layouts, device))
+    return {owner: _fill(parts, *(next(memory) for _ in range(3))) for owner, parts in tensors.items()}
+
+
+def _fill(parts: dict[str, torch.Tensor], dense: torch.Tensor, sparse: torch.Tensor, out: torch.Tensor) -> Head:
+    """The head of `parts` in memory for dense [P + E, H], sparse [2E, P + E] and out [E, P]."""
+    hidden = dense.shape[1]
+    whole = torch.cat([parts["fc1"], parts["linear_init"]])
+    dense.copy_(whole[:, :hidden])
+    sparse.copy_(whole[:, hidden:].t())
+    out.copy_(parts["fc2"])
+    return Head(dense.t(), sparse, out.t())  # views: products are fastest along the rows of a file's matrices
 
 
 @dataclass(frozen=True)

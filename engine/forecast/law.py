@@ -36,10 +36,11 @@ class RoutingLaw:
 
     def select(self, logits: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [n, E] -> (ids [n, k] int64, weights [n, k] float32). `correction` [E] moves the choice only."""
-        logits = logits.float()
         if self.scoring == "softmax" and self.normalise and correction is None and self.kept_groups == self.groups:
-            top = logits.topk(self.top_k, dim=-1)  # a softmax of the chosen is the softmax of all, divided by their sum
-            return top.indices, top.values.softmax(-1) * self.scale
+            top, ids = logits.topk(self.top_k, dim=-1)
+            weights = top.softmax(-1, dtype=torch.float32)  # of the chosen: that of all, divided by their sum
+            return ids, weights if self.scale == 1 else weights * self.scale
+        logits = logits.float()
         scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
         choice = scores if correction is None else scores + correction.float()
         if self.kept_groups < self.groups:

@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import ForecastError, StoreError
 from engine.forecast.gate import GateLookahead
-from engine.forecast.heads import PATTERN, Head, read_heads
+from engine.forecast.heads import PATTERN, Head, make_heads, read_heads
 from engine.forecast.law import RoutingLaw
 from engine.model.router import Routing, routed_ids
 from engine.residency.tier import Tier
@@ -69,8 +69,7 @@ def load_prerouter(directory: Path, info: StoreInfo, device: torch.device) -> Pr
         consuming &= (
             owners  # as these heads were trained and published: a layer without a head of its own keeps its router
         )
-    heads = {layer_of[owner]: Head.make(**{part: t.to(device) for part, t in parts.items()})
-             for owner, parts in file.tensors.items() if owner + 1 in consuming}  # fmt: skip
+    heads = make_heads({layer_of[n]: parts for n, parts in file.tensors.items() if n + 1 in consuming}, device)
     return Prerouter(heads, frozenset(layer_of[n] for n in consuming), path)
 
 

@@ -5,6 +5,7 @@
 | bf16 | `` [N, K] bf16 | W rounded |
 | int8 | `.q` [N, K] int8, `.scale` [N] bf16 | W ~ q * scale, symmetric, one scale a row |
 | int4 | `.q` [N, K / 2] uint8, `.sz` [K / G, N, 2] bf16 | see `int4.py` |
+| int3, int2 | `.q` [N K bits / 8] uint8, `.sz` [K / G, N, 2] bf16 | drafts only: see `fold.py` |
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch.nn.functional import linear
 
 from engine.kernels import int4
+from engine.kernels.fold import fold, unfold
 
+_NIBBLES = {"int4": 4, "int3": 3, "int2": 2}  # kinds whose codes a nibble holds, and their bits
 # Rows from which a bf16 product is computed in fp32 on processors without bf16 arithmetic: converting the matrix once
 # costs about as much as one emulated bf16 product of this many rows (measured on AVX-512 without the bf16 extension).
 _FP32_ROWS = 8
@@ -24,7 +27,7 @@ _FP32_ROWS = 8
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """Format of one matrix. kind: `bf16`, `int8` or `int4`; shape: [N, K] = (out, in); group and packing: int4 only."""
+    """Format of one matrix. kind: see above; shape: [N, K] = (out, in); group and packing: int4 and below."""
 
     kind: str
     shape: tuple[int, int]
@@ -34,10 +37,12 @@ class MatrixFormat:
     @staticmethod
     def choose(kind: str, shape: tuple[int, int], packing: str) -> MatrixFormat:
         """The format for a matrix of this shape, in the given machine packing where its shape allows."""
-        if kind != "int4":
+        if kind not in _NIBBLES:
             return MatrixFormat(kind, shape)
         if shape[1] % 2:
-            raise ValueError(f"int4 needs an even number of input features, got {shape[1]}")
+            raise ValueError(f"{kind} needs an even number of input features, got {shape[1]}")
+        if kind != "int4" and shape[0] * shape[1] % 8:
+            raise ValueError(f"{kind} needs a multiple of 8 weights, got {shape[0]} x {shape[1]}")
         group = int4.choose_group(shape[1])
         return MatrixFormat(kind, shape, group, int4.choose_packing(shape, group, packing))
 
@@ -48,7 +53,8 @@ class MatrixFormat:
             return {"": (torch.bfloat16, (rows, columns))}
         if self.kind == "int8":
             return {".q": (torch.int8, (rows, columns)), ".scale": (torch.bfloat16, (rows,))}
-        return {".q": (torch.uint8, (rows, columns // 2)), ".sz": (torch.bfloat16, (columns // self.group, rows, 2))}
+        codes = (rows, columns // 2) if self.kind == "int4" else (rows * columns * _NIBBLES[self.kind] // 8,)
+        return {".q": (torch.uint8, codes), ".sz": (torch.bfloat16, (columns // self.group, rows, 2))}
 
     def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """W [N, K], any float dtype -> the tensors of this format by suffix."""
@@ -58,8 +64,21 @@ class MatrixFormat:
             scale = (weight.float().abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
             q = (weight.float() / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
             return {".q": q, ".scale": scale}
-        q, scales_and_zeros = int4.quantise(weight, self.group)
-        return {".q": int4.pack(q, self.packing), ".sz": scales_and_zeros}
+        return self.encode_codes(*int4.quantise(weight, self.group, _NIBBLES[self.kind]))
+
+    def encode_codes(self, q: torch.Tensor, scales_and_zeros: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Codes q [N, K] uint8 and their scales and zeros [K / G, N, 2] -> the tensors of this format, int4 and below."""
+        packed = int4.pack(q, self.packing)
+        return {".q": packed if self.kind == "int4" else fold(packed.view(-1), _NIBBLES[self.kind]), ".sz": scales_and_zeros}
+
+    def codes(self, packed: torch.Tensor) -> torch.Tensor:
+        """The codes q [N, K] uint8 in a `.q` of this format, int4 and below."""
+        return int4.unpack(self._nibbles(packed), self.packing)
+
+    def _nibbles(self, packed: torch.Tensor) -> torch.Tensor:
+        if self.kind == "int4":
+            return packed
+        return unfold(packed, _NIBBLES[self.kind]).view(self.shape[0], self.shape[1] // 2)
 
     def decode(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The matrix [N, K] fp32 that the encoded tensors stand for."""
@@ -67,7 +86,7 @@ class MatrixFormat:
             return tensors[""].float()
         if self.kind == "int8":
             return tensors[".q"].float() * tensors[".scale"].float()[:, None]
-        return int4.dequantise(tensors[".q"], tensors[".sz"], self.packing)
+        return int4.dequantise(self._nibbles(tensors[".q"]), tensors[".sz"], self.packing)
 
     def matmul(self, device: torch.device) -> Callable[..., torch.Tensor]:
         """The function (x [n, K], *encoded tensors in the order of `tensors()`) -> x W^T [n, N], in x.dtype."""
@@ -75,7 +94,9 @@ class MatrixFormat:
             return _bf16_emulated if device.type == "cpu" and not _cpu_has_bf16() else _bf16
         if self.kind == "int8":
             return _int8_packed if device.type == "cpu" else _int8
-        return lambda x, q, sz, packing=self.packing: int4.matmul(x, q, sz, packing)
+        if self.kind == "int4":
+            return lambda x, q, sz, packing=self.packing: int4.matmul(x, q, sz, packing)
+        return lambda x, q, sz: int4.matmul(x, self._nibbles(q), sz, self.packing)
 
 
 def _cpu_has_bf16() -> bool:

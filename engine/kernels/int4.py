@@ -129,21 +129,23 @@ def _scale(q: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
     return ((q.view(rows, groups, columns // groups).float() - 8) * scale + zero).view(rows, columns)
 
 
-def quantise(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """W [N, K] -> (q [N, K] uint8, scales_and_zeros [K / group, N, 2] bf16), fitted by hqq's half-quadratic solver.
+
+    q is below 2^bits; fewer bits than 4 keep the meaning of a code: W ~ (q - 8) * scale + zero.
 
     A large matrix is fitted a block of rows at a time, for the solver holds several copies of what it fits in fp32.
     """
-    parts = [_fit(weight[block], group) for block in row_blocks(*weight.shape)]
+    parts = [_fit(weight[block], group, bits) for block in row_blocks(*weight.shape)]
     return torch.cat([q for q, _ in parts]), torch.cat([sz for _, sz in parts], dim=1)
 
 
-def _fit(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     from hqq.core.quantize import Quantizer  # heavy to import, needed only when quantising
 
     rows, columns = weight.shape
     q, meta = Quantizer.quantize(
-        weight.float(), nbits=4, group_size=group, axis=1, optimize=True, bitpack=False, device=str(weight.device)
+        weight.float(), nbits=bits, group_size=group, axis=1, optimize=True, bitpack=False, device=str(weight.device)
     )
     scale, offset = meta["scale"].float(), meta["zero"].float()  # W ~ (q - offset) * scale, one row a group
     zero = (8 - offset) * scale

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.config import EngineConfig, format_size, parse_size
+from engine.config import EngineConfig, Mode, format_size, parse_size
 from engine.errors import PlanError
+from engine.store.draft import draft_bytes
 from engine.store.layout import StoreInfo
 
 _SCRATCH_LIMIT = 96 * 2**20  # what one prefill chunk's expert activations may take
@@ -24,8 +25,9 @@ _MARGIN = 256 * 2**20  # left free beside everything planned: allocator slack, t
 class Plan:
     """Bytes by kind for one configuration. total_bytes is their sum; fits says whether it leaves the margin free.
 
-    expert_budget_bytes: what the slots may take; slots: equal record-sized slots that fit in it. min_expert_bytes: one
-    layer's top-k, below which nothing can run; max_expert_bytes: every expert resident.
+    expert_budget_bytes: what experts may take, draft_bytes of it for a draft's; slots: equal record-sized slots that fit in the
+    rest. min_expert_bytes: one layer's top-k and the draft, below which nothing can run; max_expert_bytes: every expert
+    resident.
     """
 
     model: str
@@ -56,7 +58,8 @@ class Plan:
         if self.expert_budget_bytes < self.min_expert_bytes:
             raise PlanError(
                 f"expert memory {format_size(self.expert_budget_bytes)} is below the minimum for {self.model}: one layer's "
-                f"{self.top_k} experts need {least} ({self.min_expert_bytes} bytes); set it to at least that"
+                f"{self.top_k} experts {'and the draft ' if self.draft_bytes else ''}need {least} ({self.min_expert_bytes} "
+                "bytes); set it to at least that"
             )
         if self.fits:
             return self
@@ -76,47 +79,55 @@ class Plan:
         raise PlanError(need + "choose a smaller model, int4 resident weights, or a machine with more memory")
 
     def describe(self) -> str:
-        return (f"resident {format_size(self.resident_bytes)}, experts {format_size(self.expert_budget_bytes)}, "
+        drafts = f" of which the draft {format_size(self.draft_bytes)}" if self.draft_bytes else ""
+        return (f"resident {format_size(self.resident_bytes)}, experts {format_size(self.expert_budget_bytes)}{drafts}, "
                 f"KV {format_size(self.kv_bytes)}, scratch {format_size(self.scratch_bytes)}")  # fmt: skip
 
 
 def make_plan(
-    name: str, info: StoreInfo, config: EngineConfig, vocabulary: int, adapters: int, available: int | None = None
+    name: str,
+    info: StoreInfo,
+    config: EngineConfig,
+    vocabulary: int,
+    adapters: int,
+    available: int | None = None,
+    parked: bool = False,
 ) -> Plan:
     """The plan of `config` for a store. available: bytes free for us, measured when None. Never raises for size.
 
-    vocabulary: length of a logits row; adapters: bytes of heads and LoRA that `config` asks for. Raises ConfigError for a
-    malformed expert memory.
+    vocabulary: length of a logits row; adapters: bytes of heads and LoRA that `config` asks for. parked: specter mode
+    without its draft. Raises ConfigError for a malformed expert memory.
     """
     device = resolve_device(config.device)
     available = available_memory(device) if available is None else available
-    total = info.expert_bytes_total
+    draft = draft_bytes(info, config.draft_bits) if config.mode is Mode.SPECTER and not parked else 0
+    total = info.expert_bytes_total + draft
     kv = (
         3 * info.kv_bytes_fixed + info.kv_bytes_per_token * config.context
     )  # recurrent states are also kept in two copies
     scratch = scratch_bytes(info, prefill_chunk(info), vocabulary)
     resident = info.resident_bytes
-    least = info.top_k * info.layout.record_bytes
+    least = info.top_k * info.layout.record_bytes + draft
     room = max(0, available - _MARGIN - resident - kv - scratch - adapters)
     if config.expert_memory == "auto":
         budget = max(min(room, total), min(least, total))
     else:
-        budget = min(parse_size(config.expert_memory, whole=total, name="expert memory"), total)
+        budget = min(parse_size(config.expert_memory, whole=info.expert_bytes_total, name="expert memory"), total)
     used = resident + budget + kv + scratch + adapters
     return Plan(
         model=name,
         device=str(device),
         context=config.context,
         resident_bytes=resident,
-        expert_bytes_total=total,
+        expert_bytes_total=info.expert_bytes_total,
         expert_budget_bytes=budget,
-        slots=budget // info.layout.record_bytes,
+        slots=max(0, budget - draft) // info.layout.record_bytes,
         min_expert_bytes=least,
         max_expert_bytes=total,
         kv_bytes=kv,
         scratch_bytes=scratch,
         adapter_bytes=adapters,
-        draft_bytes=0,
+        draft_bytes=draft,
         total_bytes=used,
         available_bytes=available,
         margin_bytes=_MARGIN,

@@ -7,6 +7,8 @@ depends on what was cached or which read came first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -26,7 +28,14 @@ class StreamedExperts(nn.Module):
         self.inner, self.layer, self.experts = inner, layer, experts
         self.tier: Tier | None = None
         self.kernel: ExpertKernel | None = None
+        self.draft: Callable[..., torch.Tensor] | None = None  # computes instead while the model drafts
         self.dropped = 0  # experts routed to and not computed; there is no way to drop one, and this proves it
+
+    def functions(self) -> tuple[Callable, Callable | None]:
+        """What the model does between an expert's projections, [n, 2I or I] -> [n, I], and after the second, or None."""
+        inner = self.inner
+        finish = inner.post_expert_norm if inner.has_post_expert_norm else None
+        return inner._apply_gate if inner.has_gate else inner.act_fn, finish
 
     def attach(self, tier: Tier, kernel: ExpertKernel) -> None:
         """Compute from `tier` from now on."""
@@ -43,6 +52,8 @@ class StreamedExperts(nn.Module):
 
         An index of `experts` or more means no expert (transformers' sentinel); it contributes nothing.
         """
+        if self.draft is not None:
+            return self.draft(hidden_states, top_k_index, top_k_weights)
         if hidden_states.shape[0] == 1:
             outputs = self._one_token(hidden_states, top_k_index[0].tolist())
         else:

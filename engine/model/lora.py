@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from engine.errors import StoreError
+from engine.memory.block import empty_together
+from engine.model.resident import Int4Matrix
 from engine.model.skeleton import parent_of
 from engine.store.adapter import read_adapter, write_adapter
 from engine.store.mapping import module_path
@@ -41,17 +42,18 @@ class Lora:
 
 
 class LoraLinear(nn.Module):
-    """x [..., in] -> [..., out] in the inner linear's dtype; the side path is computed in the dtype of A and B."""
+    """x [..., in] -> [..., out], both in the inner linear's dtype, which A [r, in] and B [out, r], times the scale, have."""
 
-    def __init__(self, inner: nn.Module, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    def __init__(self, inner: nn.Module, a: torch.Tensor, b: torch.Tensor) -> None:
         super().__init__()
         self.inner = inner
-        self.register_buffer("a", a, persistent=False)
-        self.register_buffer("b", b * scale, persistent=False)
+        # Plain attributes, not buffers, which take a search to find: the products are small, and there are hundreds a token.
+        self.a, self.b = a.t(), b.t()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        return y + linear(linear(x.to(self.a.dtype), self.a), self.b).to(y.dtype)
+        y = self.inner(x)  # nobody else holds it
+        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]).mm(self.a), self.b)
+        return y
 
     def __getattr__(self, name: str):
         """Blocks may read a linear's own attributes."""
@@ -102,11 +104,12 @@ def write_lora(path: Path, lora: Lora) -> None:
 
 
 def place_lora(model: nn.Module, lora: Lora, path: Path) -> Lora:
-    """`lora` by the module paths of `model`.
+    """`lora` by the module paths of `model`, each pair in its linear's dtype and on its device, the scale in B.
 
     Raises StoreError naming the first target that the model lacks, that is no linear, or that has another shape.
     """
     places = {_find(model, name, path): pair for name, pair in lora.pairs.items()}
+    layouts = []
     for name, (a, b) in places.items():
         inner = model.get_submodule(name)
         wide, high = getattr(inner, "in_features", None), getattr(inner, "out_features", None)
@@ -115,15 +118,18 @@ def place_lora(model: nn.Module, lora: Lora, path: Path) -> Lora:
         if (a.shape[1], b.shape[0]) != (wide, high):
             raise StoreError(f"{path}: {name} maps {wide} to {high}, its LoRA {a.shape[1]} to {b.shape[0]}: it is another "
                              "model's")  # fmt: skip
-    return replace(lora, pairs=places)
+        dtype = inner.dtype if isinstance(inner, Int4Matrix) else inner.weight.dtype
+        layouts += [(tuple(half.shape), dtype) for half in (a, b)]
+    memory = iter(empty_together(layouts, next(model.parameters()).device))
+    pairs = {name: (next(memory).copy_(a), next(memory).copy_(b.float() * lora.scale)) for name, (a, b) in places.items()}
+    return replace(lora, pairs=pairs, scale=1.0)
 
 
 def install_lora(model: nn.Module, lora: Lora) -> None:
     """Put the side paths of a placed LoRA beside their linears."""
-    device = next(model.parameters()).device
     for name, (a, b) in lora.pairs.items():
         parent, attribute = parent_of(model, name)
-        setattr(parent, attribute, LoraLinear(getattr(parent, attribute), a.to(device), b.to(device), lora.scale))
+        setattr(parent, attribute, LoraLinear(getattr(parent, attribute), a, b))
 
 
 def remove_lora(model: nn.Module, places: list[str]) -> None:

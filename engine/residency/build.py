@@ -6,12 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from engine.config import EngineConfig, parse_size
 from engine.kernels.expert import ExpertKernel
 from engine.memory.arena import SlotArena
 from engine.memory.plan import Plan, available_memory
+from engine.model.experts import StreamedExperts
 from engine.residency.copy import CopyFetcher, CudaLink, EmulatedLink, Link
 from engine.residency.fetch import StoreFetcher
 from engine.residency.policy import Lfru
@@ -25,11 +25,11 @@ _HOST_SHARE = 0.7  # of the free host memory, for the host tier below a device
 
 
 def build_tier(
-    path: Path, info: StoreInfo, plan: Plan, config: EngineConfig, inner: nn.Module, device: torch.device
+    path: Path, info: StoreInfo, plan: Plan, config: EngineConfig, experts: StreamedExperts, device: torch.device
 ) -> tuple[Tier, ExpertKernel]:
     """The tier experts are computed from, and the kernel that computes from its slots.
 
-    inner: an experts module of the model, for what it does between and after the projections.
+    experts: one of the model's, for what it does between and after the projections.
     """
     if device.type == "cuda":
         host = host_tier(path, info, _host_slots(info, config), config, pinned=True)
@@ -42,11 +42,9 @@ def build_tier(
         tier = device_tier(host, plan.slots, device, link, _horizon(info, plan.slots))
     else:
         tier = host_tier(path, info, plan.slots, config)
-    activate = inner._apply_gate if inner.has_gate else inner.act_fn
-    finish = inner.post_expert_norm if inner.has_post_expert_norm else None
     if tier.all_resident:
         tier.prefetch(range(tier.keys), deadline=2**62)
-    return tier, ExpertKernel(info.layout, tier.arena, activate, finish)
+    return tier, ExpertKernel(info.layout, tier.arena, *experts.functions())
 
 
 def host_tier(path: Path, info: StoreInfo, slots: int, config: EngineConfig, pinned: bool = False) -> Tier:

