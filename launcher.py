@@ -314,7 +314,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="launcher.py", description="Set up and start Outrider. `launcher.py test` runs the test suite."
     )
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="folder, prepared store or hub id")
-    parser.add_argument("--mode", help="on-demand or edge0")
+    parser.add_argument("--mode", help="on-demand, edge0 or specter")
     parser.add_argument("--no-lora", action="store_true", help="edge0: leave the recovery LoRA off")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on")

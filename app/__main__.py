@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m app", description="Chat with a Mixture-of-Experts model in a browser.")
     p.add_argument("--model", default="default", help="a store under models/, a store's path, or `default`")
     p.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% (of the experts) or auto")
-    p.add_argument("--mode", default="on-demand", help="on-demand, or edge0 for a model that has prerouter heads")
+    p.add_argument("--mode", default="on-demand", help="on-demand, specter, or edge0 (with prerouter heads)")
     p.add_argument("--no-lora", action="store_true", help="edge0: leave the recovery LoRA off")
     p.add_argument("--context", type=int, default=4096, help="longest conversation and reply together, in tokens")
     p.add_argument(

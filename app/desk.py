@@ -171,8 +171,8 @@ class Desk:
         return self._enter(Ticket(lambda: self._load(config), lambda text: self._not_loaded(config, text)))
 
     def configure(self, **changes: Any) -> Ticket:
-        """Change expert memory, prefetch, mode or LoRA without a reload: as soon as no reply is being written, and after
-        the changes that were asked for before."""
+        """Change expert memory, mode, prefetch, LoRA or the draft without a reload: as soon as no reply is being written,
+        and after the changes that were asked for before."""
         change = Change(self, changes)
         with self._change:
             self._asked.append(change)

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine import EngineStats
+    from engine import EngineConfig, EngineStats
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Described:
     """A mode in plain words. icon: an SVG path in a 20 x 20 box.
 
     ahead: who looks ahead, where the mode decides that; None where a person does.
-    lora: whether the recovery LoRA belongs to it.
+    lora: whether the recovery LoRA belongs to it; draft: whether a draft does.
     """
 
     title: str
@@ -24,6 +24,7 @@ class Described:
     icon: str
     ahead: str | None = None
     lora: bool = False
+    draft: bool = False
 
 
 MODES = {
@@ -39,8 +40,17 @@ MODES = {
         ahead="The prerouter heads",
         lora=True,
     ),
+    "specter": Described(
+        "Specter",
+        "A coarser copy of the experts drafts some tokens, which shows the experts they need; the model checks every one.",
+        "M4.5 16.5V9a5.5 5.5 0 0 1 11 0v7.5l-1.85-1.4-1.8 1.4L10 15.1l-1.85 1.4-1.8-1.4zM8 8.6v.9M12 8.6v.9",
+        ahead="The draft",
+        draft=True,
+    ),
 }
 PREFETCH = {"gate": "The next layer's gate", "none": "Nobody"}
+DEPTHS = (2, 4, 8, 16)  # to choose from, beside the governor's own choice
+DRAFT_BITS = (4, 3, 2)
 _FORMATS = {"bf16": "at full precision", "int8": "rounded to 8 bits", "int4": "rounded to 4 bits"}
 
 
@@ -48,14 +58,12 @@ _FORMATS = {"bf16": "at full precision", "int8": "rounded to 8 bits", "int4": "r
 class Choices:
     """What is chosen, and what can be.
 
-    modes: mode -> None where the loaded model has it, else a sentence that says why not. gate: whether the model's gates
-    can be asked early. lora: whether the recovery LoRA is wanted; has_lora: whether there may be one.
+    modes: mode -> None where the loaded model has it, else a sentence that says why not. config: the settings as they are
+    wanted. gate: whether the model's gates can be asked early. has_lora: whether there may be a recovery LoRA.
     """
 
     modes: dict[str, str | None]
-    mode: str
-    prefetch: str
-    lora: bool
+    config: EngineConfig
     gate: bool = True
     has_lora: bool = True
 
@@ -67,10 +75,11 @@ def chooser(choices: Choices | None) -> str:
     """
     if choices is None:
         return ""
-    mode = MODES[choices.mode]
+    mode = MODES[choices.config.mode.value]
     cards = "".join(_card(name, choices) for name in choices.modes)
     return (f'<h4 id="or-mode-name">Mode</h4><div class="or-cards" role="radiogroup" aria-labelledby="or-mode-name">'
-            f"{cards}</div>{_ahead(mode, choices)}{_lora(choices) if mode.lora else ''}")  # fmt: skip
+            f"{cards}</div>{_ahead(mode, choices)}{_lora(choices) if mode.lora else ''}"
+            f"{_draft(choices.config) if mode.draft else ''}")  # fmt: skip
 
 
 def _card(name: str, choices: Choices) -> str:
@@ -79,28 +88,45 @@ def _card(name: str, choices: Choices) -> str:
               f'<span id="or-mode-{name}"><b>{mode.title}</b><small>{mode.line}</small>'
               f"{_reason(reason)}</span>")  # fmt: skip
     about = f' aria-label="{mode.title}" aria-describedby="or-mode-{name}"'
-    return _radio("mode", name, inside, name == choices.mode, reason is None, about)
+    return _radio("mode", name, inside, name == choices.config.mode.value, reason is None, about)
 
 
 def _ahead(mode: Described, choices: Choices) -> str:
     if mode.ahead is not None:
         return _option("Who looks ahead", "Set by the mode", f'<em class="or-fixed">{mode.ahead}</em>')
     able = {"gate": choices.gate, "none": True}
-    radios = "".join(_radio("prefetch", name, title, name == choices.prefetch, able[name])
+    radios = "".join(_radio("prefetch", name, title, name == choices.config.prefetch, able[name])
                      for name, title in PREFETCH.items())  # fmt: skip
     hint = ("The words are the same either way; looking ahead hides reading behind computing" if choices.gate
             else "This model has no gate that can be asked early")  # fmt: skip
-    control = f'<span class="or-choice" role="radiogroup" aria-label="Who looks ahead">{radios}</span>'
-    return _option("Who looks ahead", hint, control)
+    return _option("Who looks ahead", hint, _group("Who looks ahead", radios))
 
 
 def _lora(choices: Choices) -> str:
     hint = ("A small trained correction for what picking early costs in quality"
             if choices.has_lora else "This model's heads came without one")  # fmt: skip
-    on, disabled = choices.lora and choices.has_lora, "" if choices.has_lora else " disabled"
+    on, disabled = choices.config.lora and choices.has_lora, "" if choices.has_lora else " disabled"
     switch = (f'<button type="button" class="or-switch" role="switch" aria-label="Recovery LoRA" aria-checked="{_word(on)}" '
               f'data-set="lora" data-value="{"off" if on else "on"}"{disabled}><i></i></button>')  # fmt: skip
     return _option("Recovery LoRA", hint, switch)
+
+
+def _draft(config: EngineConfig) -> str:
+    depths = ["auto", *sorted({*DEPTHS, config.depth} - {"auto"})]
+    depth = "".join(_radio("depth", str(value), str(value).capitalize(), value == config.depth, True,
+                           ' aria-label="Auto"' if value == "auto" else f' aria-label="{value} tokens"')
+                    for value in depths)  # fmt: skip
+    bits = "".join(_radio("draft_bits", str(value), str(value), value == config.draft_bits, True,
+                          f' aria-label="{value} bits"')
+                   for value in DRAFT_BITS)  # fmt: skip
+    return (_option("Draft depth", "Tokens drafted at a time; Auto finds what pays",
+                    _group("Draft depth", depth))
+            + _option("Draft bits", "Fewer leave the experts more memory, and guess worse",
+                      _group("Draft bits", bits)))  # fmt: skip
+
+
+def _group(name: str, radios: str) -> str:
+    return f'<span class="or-choice" role="radiogroup" aria-label="{name}">{radios}</span>'
 
 
 def _option(name: str, hint: str, control: str) -> str:
@@ -126,7 +152,8 @@ def _word(value: bool) -> str:
 
 def setting(backend: Any, name: str, value: str) -> dict[str, Any]:
     """The change that a button of the chooser asks for, for `Engine.configure`. Raises KeyError for another setting."""
-    convert = {"mode": backend.Mode, "prefetch": str, "lora": "on".__eq__}
+    convert = {"mode": backend.Mode, "prefetch": str, "lora": "on".__eq__, "draft_bits": int,
+               "depth": lambda text: text if text == "auto" else int(text)}  # fmt: skip
     return {name: convert[name](value)}
 
 
@@ -140,11 +167,16 @@ def quality(stats: EngineStats | None) -> str:
     if MODES[stats.mode].lora:
         name = "recovery LoRA" if stats.lora else "LoRA off"
         chips.append(_chip(name, "A correction trained with the heads", stats.lora))
+    if MODES[stats.mode].draft and stats.draft_bits:
+        hint = "What it drafts is kept only where the model itself agrees"
+        chips.append(_chip(f"{stats.draft_bits}-bit draft", hint, not stats.draft_parked))
     return f'<h4>Quality</h4><p class="or-chips">{"".join(chips)}</p><p class="or-aside">{quality_line(stats)}</p>'
 
 
 def quality_line(stats: EngineStats) -> str:
     experts = f"Experts {_FORMATS[stats.expert_format]}"
+    if MODES[stats.mode].draft:
+        return f"{experts}, picked by the model's own router, and every token checked: the draft costs no quality."
     if stats.routing != "prerouter":
         return f"{experts}, picked by the model's own router: the words do not depend on the memory you give."
     if stats.lora:
@@ -157,6 +189,8 @@ def _chip(text: str, hint: str, on: bool = True) -> str:
 
 
 def mode_words(stats: EngineStats) -> str:
-    """The mode a reply was written in, for the line below it: `Edge0 with LoRA`."""
+    """The mode a reply was written in, for the line below it: `Edge0 with LoRA`, `Specter with a 4-bit draft`."""
     mode = MODES[stats.mode]
-    return mode.title + ((" with LoRA" if stats.lora else " without LoRA") if mode.lora else "")
+    if mode.lora:
+        return mode.title + (" with LoRA" if stats.lora else " without LoRA")
+    return mode.title + (f" with a {stats.draft_bits}-bit draft" if mode.draft and stats.draft_bits else "")

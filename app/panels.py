@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STATES = ("absent", "resident", "in flight", "just hit", "just missed")  # the values of Engine.residency()
 DASH = "–"
+_TOGETHER = 0.01  # seconds within which tokens are one arrival: those of a verified window come at once
 
 
 class Meter:
@@ -26,26 +27,28 @@ class Meter:
 
     def __init__(self, clock=time.monotonic) -> None:
         self._clock = clock
-        self._stamps: deque[float] = deque(maxlen=256)  # arrival time of the latest tokens
+        self._arrivals: deque[list] = deque(maxlen=256)  # of the latest tokens: [time, how many]
         self._rates: deque[float] = deque(maxlen=120)
         self._sampled = 0.0
 
     def begin(self) -> None:
-        self._stamps.clear()
+        self._arrivals.clear()
         self._rates.clear()
         self._sampled = self._clock()
 
     def add(self, tokens: int) -> None:
-        """Note `tokens` tokens that came now. The rate is taken over 1.5 s or, when slow, over the last 5 tokens."""
+        """Note `tokens` tokens that came now. The rate is taken over 1.5 s or, when slow, over the last 5 arrivals."""
         now = self._clock()
-        self._stamps.extend([now] * tokens)
-        if now - self._sampled < 0.5 or len(self._stamps) < 3:
+        if self._arrivals and now - self._arrivals[-1][0] < _TOGETHER:
+            self._arrivals[-1][1] += tokens
             return
-        recent = [t for t in self._stamps if now - t <= 1.5]
-        window = recent if len(recent) >= 5 else list(self._stamps)[-5:]
-        if window[-1] > window[0]:
-            self._rates.append(round((len(window) - 1) / (window[-1] - window[0]), 2))
+        if now - self._sampled >= 0.5 and len(self._arrivals) >= 3:  # the last arrival is complete only now
+            recent = [arrival for arrival in self._arrivals if now - arrival[0] <= 1.5]
+            window = recent if len(recent) >= 5 else list(self._arrivals)[-5:]
+            made = sum(count for _, count in window[1:])  # the first one's were made before
+            self._rates.append(round(made / (window[-1][0] - window[0][0]), 2))
             self._sampled = now
+        self._arrivals.append([now, tokens])
 
     def series(self) -> list[float]:
         return list(self._rates)
@@ -56,14 +59,17 @@ def live(desk: Desk) -> dict:
     status, turn, now = desk.status, desk.turn, desk.figures()
     writing = turn is not None
     waiting = desk.waiting
+    draft = drafting(now and now.stats)
     return {
-        "version": desk.version,
+        # The engine itself may give the draft's memory away, which the plan and the chips must show.
+        "version": f"{desk.version}, parked" if draft and draft["parked"] else str(desk.version),
         "phase": "writing" if writing else status.phase,
         "status": _sentence(status.phase, status.detail, writing, bool(turn and turn.text), waiting),
         "model": status.model,
         "fraction": status.fraction,
         "failure": status.detail if status.phase == "failed" else "",
         "figures": figures(now and now.stats),
+        "draft": draft,
         "rates": desk.meter.series(),
         "cells": now and cells(now.residency),
     }
@@ -85,6 +91,10 @@ def figures(stats: EngineStats | None) -> dict[str, str]:
 
 def _rate(value: float | None) -> str:
     return DASH if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return DASH if value is None else f"{value * 1000:.1f} ms" if value < 0.01 else f"{value * 1000:,.0f} ms"
 
 
 def _seconds(value: float | None) -> str:
@@ -118,6 +128,7 @@ def _in_use(stats: EngineStats) -> int:
 
 _FIGURES = {
     "tok_s": lambda s: _rate(s.tok_s),
+    "tpot": lambda s: _milliseconds(1 / s.tok_s if s.tok_s else None),
     "ttft": lambda s: _seconds(s.ttft_s),
     "memory": lambda s: _size(_in_use(s)),
     "memory_kind": lambda s: "RAM in use" if s.device_memory_bytes is None else "VRAM in use",
@@ -131,6 +142,38 @@ _FIGURES = {
     "prefill": lambda s: _rate(s.prefill_tok_s) + ("" if s.prefill_tok_s is None else " tok/s"),
     "asked": lambda s: f"{s.hits:,} ready, {s.late:,} late, {s.misses:,} missed",
 }
+
+
+def drafting(stats: EngineStats | None) -> dict | None:
+    """Specter's panel: its figures by name of the field, and what its bars are drawn from; None in other modes.
+
+    accepted: [a] = share of the windows that accepted a drafted tokens. positions: as acceptance_by_position. split: shares
+    of drafting, verifying and waiting for experts in the time that windows took, or None before the first.
+    """
+    if stats is None or not MODES[stats.mode].draft:
+        return None
+    counts, windows = stats.accepted_per_window, sum(stats.accepted_per_window)
+    waited = min(stats.stall_s, stats.verify_s)
+    times, whole = (stats.draft_s, stats.verify_s - waited, waited), stats.draft_s + stats.verify_s
+    split = [round(time / whole, 3) for time in times] if whole else None
+    mean = sum(tokens * count for tokens, count in enumerate(counts)) / windows if windows else None
+    return {
+        "figures": {
+            "draft_depth": {None: DASH, 0: "0, plain"}.get(stats.draft_depth, str(stats.draft_depth)),
+            "accepted": DASH if mean is None else f"{mean:.1f}",
+            "recall": _share(stats.forecast_recall),
+            "link": _LINKS[stats.link],
+            **{f"{part}_share": DASH if split is None else f"{100 * split[i]:.0f} %" for i, part in enumerate(_SPLIT)},
+        },
+        "parked": stats.draft_parked,
+        "accepted": [round(count / windows, 3) for count in counts] if windows else [],
+        "positions": [round(share, 3) for share in stats.acceptance_by_position],
+        "split": split,
+    }
+
+
+_SPLIT = ("draft", "verify", "stall")
+_LINKS = {"ssd": "SSD", "pcie": "PCIe", "emulated": "Emulated"}
 
 
 def cells(residency: np.ndarray) -> dict:
@@ -150,14 +193,19 @@ def summarise(stats: EngineStats) -> dict:
             "tok_s": stats.tok_s, "peak_active_bytes": stats.peak_active_bytes,
             "bytes_read": stats.bytes_read, "hit_rate": stats.hit_rate, "hidden_io": stats.hidden_io,
             "forecast_agreement": stats.forecast_agreement, "mode": stats.mode, "routing": stats.routing,
-            "lora": stats.lora, "expert_format": stats.expert_format}  # fmt: skip
+            "lora": stats.lora, "expert_format": stats.expert_format, **_drafted(stats)}  # fmt: skip
+
+
+def _drafted(stats: EngineStats) -> dict:
+    return {"draft_bits": stats.draft_bits, "accepted_per_window": list(stats.accepted_per_window),
+            "forecast_recall": stats.forecast_recall} if MODES[stats.mode].draft else {}  # fmt: skip
 
 
 def plan_bar(plan: Plan | None) -> str:
     """HTML: what the memory is used for, to scale, then what is left (drawn short and hatched when it is much more)."""
     if plan is None:
         return '<p class="or-aside">The plan appears once a model is loaded.</p>'
-    kinds = [("weights", "Weights", plan.resident_bytes), ("experts", "Experts", plan.expert_budget_bytes),
+    kinds = [("weights", "Weights", plan.resident_bytes), ("experts", "Experts", _in_slots(plan)),
              ("draft", "Draft", plan.draft_bytes), ("adapter", "Adapters", plan.adapter_bytes),
              ("kv", "KV cache", plan.kv_bytes), ("scratch", "Scratch", plan.scratch_bytes)]  # fmt: skip
     kinds = [kind for kind in kinds if kind[2]]
@@ -179,16 +227,22 @@ def where_experts_are(plan: Plan | None) -> str:
     """HTML: the plain reason for the plan, and the share of the experts that is in memory."""
     if plan is None:
         return ""
-    disk = max(plan.expert_bytes_total - plan.expert_budget_bytes, 0)
+    disk = max(plan.expert_bytes_total - _in_slots(plan), 0)
     held = 1 - disk / plan.expert_bytes_total if plan.expert_bytes_total else 1
     return (
         f"<h4>Why it needs the disk</h4><p>{escape(why(plan))}</p>"
         f'<div class="or-bar thin" role="img" aria-label="Where the experts are">'
-        f"{_segment('experts', 'In memory', plan.expert_budget_bytes, held)}"
+        f"{_segment('experts', 'In memory', _in_slots(plan), held)}"
         f"{_segment('free', 'On the disk', disk, 1 - held)}</div>"
-        f'<p class="or-aside">{_size(plan.expert_budget_bytes)} of the experts in memory, '
+        f'<p class="or-aside">{_size(_in_slots(plan))} of the experts in memory, '
         f"{_size(disk)} only on the disk</p>"
     )
+
+
+def _in_slots(plan: Plan) -> int:
+    """Bytes for the experts themselves: of the memory for experts, what a draft leaves."""
+    others = (plan.resident_bytes, plan.draft_bytes, plan.adapter_bytes, plan.kv_bytes, plan.scratch_bytes)
+    return plan.total_bytes - sum(others)
 
 
 def _segment(name: str, label: str, size: int, share: float) -> str:
@@ -201,7 +255,7 @@ def _key(name: str, label: str, size: int) -> str:
 
 def why(plan: Plan) -> str:
     """Why a model with few active weights still needs room for all of them."""
-    if plan.expert_budget_bytes >= plan.expert_bytes_total:
+    if _in_slots(plan) >= plan.expert_bytes_total:
         return (f"Each token uses {plan.top_k} of {plan.experts} experts in every layer, a different choice each time. "
                 "All of them fit in the memory you gave, so nothing is read while it writes.")  # fmt: skip
     return (f"Each token uses only {plan.top_k} of {plan.experts} experts in every layer, but a different choice each "

@@ -46,9 +46,19 @@ def _legend(name: str, label: str) -> str:
             f'<b data-part="count-{name}">0</b></span>')  # fmt: skip
 
 
+def _bars(name: str, label: str) -> str:
+    return (f'<figure data-bars="{name}" class="empty"><figcaption>{label}</figcaption>'
+            f'<svg preserveAspectRatio="none" role="img"><path/></svg>'
+            f'<small><span data-part="{name}-first"></span><span data-part="{name}-last"></span></small></figure>')  # fmt: skip
+
+
+def _time(name: str, label: str) -> str:
+    return f'<span><i class="or-dot {name}"></i>{label}<b data-part="{name}_share">{DASH}</b></span>'
+
+
 _LIVE = f"""<section class="or-live">
-<div class="or-rate"><div title="Tokens after the first, by the time since the first">
-<b data-part="tok_s">{DASH}</b><span>tok/s</span></div>
+<div class="or-rate"><div title="Tokens after the first, by the time since the first; and the time of one (TPOT)">
+<b data-part="tok_s">{DASH}</b><span>tok/s</span><span><i data-part="tpot">{DASH}</i> a token</span></div>
 <div data-part="chart" class="or-chart empty"><svg viewBox="0 0 300 60" preserveAspectRatio="none" aria-hidden="true">
 <path data-part="area" class="area"/><path data-part="line" class="line"/></svg>
 <small><span>lowest <b data-part="chart-low">{DASH}</b></span><span>highest <b data-part="chart-high">{DASH}</b></span>
@@ -65,6 +75,18 @@ _LIVE = f"""<section class="or-live">
 {_figure("agreement", "Forecast agreement", "Of the experts that the heads pick, how many the model's own gate would have")}
 {_figure("prefill", "Prompt read at", "Tokens of the prompt that had not been read before, by the time it took")}
 </dl></section>"""
+_DRAFT = f"""<section class="or-live or-draft or-card" hidden><h4>Draft</h4>
+<p data-part="parked" hidden>Drafting ahead does not pay here, so its memory went to the experts.</p>
+<dl>
+{_figure("draft_depth", "Draft depth now", "Tokens that are drafted before the model checks them")}
+{_figure("accepted", "Accepted, on average", "Of the drafted tokens of a window, how many the model agreed with")}
+{_figure("recall", "Forecast recall", "Of the experts that checking used, how many the draft had named before")}
+{_figure("link", "Experts come over", "SSD: read from the disk; PCIe: copied from the host's memory to the GPU")}
+</dl>
+<div class="or-pair">{_bars("accepted", "Accepted per window")}{_bars("positions", "Accepted by position")}</div>
+<div class="or-bar" role="img" aria-label="Where the time goes"><i class="or-seg draft"></i><i class="or-seg verify"></i>
+<i class="or-seg stall"></i></div>
+<div class="or-legend">{_time("draft", "drafting")}{_time("verify", "checking")}{_time("stall", "waiting")}</div></section>"""
 _MAP = f"""<section class="or-map"><h4>Experts <small>a row a layer, a column an expert</small></h4>
 <div><canvas data-part="map" role="img" width="0" height="0"></canvas></div>
 <div class="or-legend">{_legend("resident", "in memory")}{_legend("hit", "just used")}
@@ -168,6 +190,7 @@ def _chat(parts: dict) -> None:
 
 def _offload(parts: dict) -> None:
     gr.HTML(_LIVE, elem_id="or-live", apply_default_css=False, js_on_load=_script("live"))
+    gr.HTML(_DRAFT, elem_id="or-draft", apply_default_css=False, js_on_load=_script("draft"))
     with gr.Column(elem_classes="or-card"):
         parts["modes"] = gr.HTML("", elem_id="or-modes", apply_default_css=False, js_on_load=_script("modes"))
         parts["mode_notice"] = gr.HTML("", elem_id="or-mode-notice", elem_classes="or-note")

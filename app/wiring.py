@@ -300,10 +300,9 @@ class Wiring:
         engine, asked, stats = self.desk.engine, self.desk.asked, self._stats()
         if engine is None or stats is None:
             return None
-        config = with_changes(engine.config, **{k: v for k, v in asked.items() if k in ("mode", "prefetch", "lora")})
+        config = with_changes(engine.config, **{k: v for k, v in asked.items() if k != "expert_memory"})
         without = not asked and modes.MODES[stats.mode].lora and engine.config.lora and not stats.lora
-        return modes.Choices(self.desk.modes, config.mode.value, config.prefetch, config.lora, engine.supports_gate,
-                             has_lora=not without)  # fmt: skip
+        return modes.Choices(self.desk.modes, config, engine.supports_gate, has_lora=not without)
 
     def _stats(self) -> Any:
         figures = self.desk.figures()

@@ -107,6 +107,8 @@ class FakeBackend:
     download: threading.Event | None = None  # fetching the default model ends when it is set
     quantise: threading.Event | None = None  # and so does preparing a model
     no_heads: str = ""  # why there are no prerouter heads
+    no_draft: str = ""  # why there is no draft
+    parks: bool = False  # whether the governor gives the draft up after some tokens
     no_lora: bool = False  # whether the heads come without a recovery LoRA
     MODELS_DIR: Path = Path("models")
     models: list[ModelInfo] = field(default_factory=list)
@@ -137,9 +139,10 @@ class FakeBackend:
             raise StoreError(self.plan_error)
         budget = config.expert_memory
         budget = TOTAL // 2 if budget == "auto" else min(parse_size(budget, TOTAL, "expert memory"), TOTAL)
+        draft = TOTAL * config.draft_bits // 16 if config.mode.value == "specter" else 0
         total = 210 * MIB + budget + 24 * MIB + 12 * MIB
-        return Plan(config.model, 210 * MIB, TOTAL, budget, budget // RECORD, LEAST, TOTAL, 24 * MIB, 12 * MIB, 0, 0,
-                    total, 8192 * MIB, 512 * MIB, budget >= LEAST, config.context, "cpu",
+        return Plan(config.model, 210 * MIB, TOTAL, budget, (budget - draft) // RECORD, LEAST + draft, TOTAL, 24 * MIB,
+                    12 * MIB, 0, draft, total, 8192 * MIB, 512 * MIB, budget >= LEAST + draft, config.context, "cpu",
                     RECORD, LAYERS, EXPERTS, TOP_K)  # fmt: skip
 
     def fetch_default(self, progress: Callable[[Progress], None] | None = None) -> Path:
@@ -184,6 +187,7 @@ class FakeEngine:
         self._random = np.random.default_rng(0)
         self._stats = replace(EngineStats(peak_active_bytes=self.plan.total_bytes, rss_bytes=640 * MIB),
                               **self._in_force())  # fmt: skip
+        self._draft = self._drafted()
         slots = self._random.permutation(LAYERS * EXPERTS)[: self.plan.slots]
         self._cells = np.zeros(LAYERS * EXPERTS, np.uint8)
         self._cells[slots] = 1
@@ -200,11 +204,31 @@ class FakeEngine:
                 "active_bytes_by_kind": self._kinds()}  # fmt: skip
 
     def modes(self) -> dict[str, str | None]:
-        return {Mode.ON_DEMAND.value: None, Mode.EDGE0.value: self.backend.no_heads or None}
+        reasons = {"edge0": self.backend.no_heads, "specter": self.backend.no_draft}
+        return {mode.value: reasons.get(mode.value) or None for mode in Mode}
 
     def _kinds(self) -> dict[str, int]:
-        return {"resident": self.plan.resident_bytes, "experts": self.plan.expert_budget_bytes,
+        draft = self.plan.draft_bytes
+        return {"resident": self.plan.resident_bytes, "experts": self.plan.expert_budget_bytes - draft, "draft": draft,
                 "kv": self.plan.kv_bytes // 3, "scratch": self.plan.scratch_bytes}  # fmt: skip
+
+    def _drafted(self, made: int = 0, gone: float = 0.0) -> dict:
+        """Specter's statistics after `made` tokens in `gone` seconds: by turns a window accepts all, half and none of the
+        drafted tokens. Nothing in the other modes."""
+        if self.config.mode.value != "specter":
+            return {}
+        auto = self.config.depth == "auto"
+        parked = auto and self.backend.parks and made > 5
+        if parked:
+            self.plan = replace(self.plan, draft_bytes=0, slots=self.plan.expert_budget_bytes // RECORD)
+        depth = 0 if parked else 6 if auto else self.config.depth
+        windows, counts = made // 3, [0] * (depth + 1)
+        for i in range(windows):
+            counts[(depth, depth // 2, 0)[i % 3]] += 1
+        return {"draft_bits": self.config.draft_bits, "draft_depth": depth, "draft_parked": parked,
+                "accepted_per_window": tuple(counts) if windows else (),
+                "acceptance_by_position": tuple(0.96 ** (i + 1) for i in range(depth)) if windows else (),
+                "forecast_recall": 0.934 if windows else None, "draft_s": gone * 0.25, "verify_s": gone * 0.5}  # fmt: skip
 
     def chat(self, messages: list[dict], generation: GenerationConfig,
              stop: threading.Event | None = None) -> Iterator[Chunk]:  # fmt: skip
@@ -261,6 +285,7 @@ class FakeEngine:
             ttft_s=first, tok_s=(made - 1) / (gone - first) if made > 1 else None, hit_rate=1 - read / asked,
             hits=asked - read, late=late, misses=read - late, bytes_read=read * RECORD, read_s=gone * 0.5,
             stall_s=gone * 0.1, hidden_io=0.8, prefill_tok_s=212.0)  # fmt: skip
+        self._draft = self._drafted(made, gone)
         cells = self._cells
         cells[cells > 1] = 1
         lit = self._random.permutation(LAYERS * EXPERTS)[: LAYERS * TOP_K]
@@ -277,15 +302,16 @@ class FakeEngine:
         return "template" in messages[-1]["content"]
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return replace(self._stats, **self._draft)
 
     def residency(self) -> np.ndarray:
         return self._cells.reshape(LAYERS, EXPERTS).copy()
 
-    def configure(self, *, expert_memory=None, prefetch=None, mode=None, lora=None) -> None:
+    def configure(self, *, expert_memory=None, prefetch=None, mode=None, lora=None, depth=None, draft_bits=None):
         if self._busy.locked():
             raise BusyError("the engine is generating")
-        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora}
+        changes = {"expert_memory": expert_memory, "prefetch": prefetch, "mode": mode, "lora": lora, "depth": depth,
+                   "draft_bits": draft_bits}  # fmt: skip
         config = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
         if self.modes()[config.mode.value]:
             raise ConfigError(self.modes()[config.mode.value])
@@ -294,7 +320,7 @@ class FakeEngine:
             raise PlanError(f"expert memory {format_size(plan.expert_budget_bytes)} is below the least that works, "
                             f"{format_size(LEAST)}")  # fmt: skip
         self.config, self.plan = config, plan
-        self._stats = replace(self._stats, **self._in_force())
+        self._stats, self._draft = replace(self._stats, **self._in_force()), self._drafted()
         self._cells[:] = 0
         self._cells[self._random.permutation(LAYERS * EXPERTS)[: plan.slots]] = 1
 

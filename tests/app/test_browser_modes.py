@@ -79,11 +79,77 @@ def test_a_change_asked_for_during_a_reply_is_shown_and_comes_after_it(open_page
         expect(reply(page).last).to_contain_text("Edge0 without LoRA")
 
 
+def test_specter_shows_what_its_draft_does_and_lets_its_depth_and_bits_be_chosen(open_page):
+    with serving(FakeBackend()) as (app, url):
+        page = open_page(url)
+        engine, part = app.desk.engine, lambda name: page.locator(f"[data-part={name}]")
+        draft, bars = page.locator("#or-draft"), lambda name: page.locator(f"[data-bars={name}] svg")
+        expect(draft).to_be_hidden()
+        choice(page, "Specter").click()
+        expect(choice(page, "Specter")).to_be_checked()
+        expect(choice(page, "Nobody")).to_have_count(0)
+        expect(chips(page)).to_have_text(["bf16 experts", "own router", "4-bit draft"])
+        expect(page.locator("#or-plan")).to_contain_text("Draft")
+        expect(draft).to_be_visible()
+        expect(part("recall")).to_have_text("–")
+        expect(part("draft_share")).to_have_text("–")
+        choice(page, "8 tokens").click()
+        expect(choice(page, "8 tokens")).to_be_checked()
+        expect(part("draft_depth")).to_have_text("8")
+        choice(page, "4 bits").press("ArrowRight")
+        expect(choice(page, "3 bits")).to_be_checked()
+        expect(chips(page).last).to_have_text("3-bit draft")
+        assert (engine.config.depth, engine.config.draft_bits) == (8, 3)
+        say(page, "A long story")
+        expect(part("recall")).to_have_text("93.4 %")  # while the reply is written
+        expect(part("tpot")).to_have_text(re.compile(r"^[\d,]+(\.\d)? ms$"))
+        expect(part("accepted")).to_have_text(re.compile(r"^\d\.\d$"))
+        expect(part("link")).to_have_text("SSD")
+        expect(bars("accepted")).to_have_attribute("aria-label", re.compile(r"^0: \d+ %, 1: 0 %, .*8: \d+ %$"))
+        expect(bars("positions")).to_have_attribute("aria-label", re.compile(r"^1: 96 %, 2: 92 %, .*8: 72 %$"))
+        for name, share in (("draft", 33), ("verify", 53), ("stall", 13)):
+            expect(part(f"{name}_share")).to_have_text(f"{share} %")
+        segments = draft.locator(".or-seg")
+        widths = [segments.nth(i).bounding_box()["width"] for i in range(3)]
+        assert widths[1] > widths[0] > widths[2] > 10
+        assert app.desk.turn is not None
+        stop_button(page).click()
+        wait_done(page)
+        expect(reply(page).last).to_contain_text("Specter with a 3-bit draft")
+        choice(page, "On demand").click()
+        expect(draft).to_be_hidden()
+        expect(choice(page, "8 tokens")).to_have_count(0)
+        expect(page.locator("#or-plan")).not_to_contain_text("Draft")
+        said(page, "A short one")
+        expect(reply(page).last).to_have_text(figures_line("On demand"))
+        assert app.desk.engine is engine
+
+
+def test_a_draft_that_does_not_pay_is_given_up_in_one_calm_sentence(open_page):
+    with serving(FakeBackend(parks=True)) as (_, url):
+        page = open_page(url)
+        choice(page, "Specter").click()
+        expect(page.locator("#or-plan")).to_contain_text("Draft")
+        expect(page.locator("#or-draft [data-part=parked]")).to_be_hidden()
+        said(page, "Tell me")
+        expect(page.locator("#or-draft [data-part=parked]")).to_have_text(
+            "Drafting ahead does not pay here, so its memory went to the experts.")  # fmt: skip
+        expect(page.locator("#or-draft .or-bar")).to_be_hidden()
+        expect(page.locator("[data-part=draft_depth]")).to_have_text("0, plain")
+        expect(page.locator("#or-plan")).not_to_contain_text("Draft")
+        expect(page.locator("#or-quality .or-chip.off")).to_have_text("4-bit draft")
+        choice(page, "4 tokens").click()  # a depth that is asked for is kept to
+        expect(page.locator("#or-draft [data-part=parked]")).to_be_hidden()
+        expect(page.locator("[data-part=draft_depth]")).to_have_text("4")
+
+
 def test_a_mode_that_cannot_be_had_is_disabled_with_the_reason(open_page):
     reason = "this model has no prerouter heads: train them with `python -m engine train default`"
-    with serving(FakeBackend(no_heads=reason)) as (app, url):
+    with serving(FakeBackend(no_heads=reason, no_draft="this model has no draft")) as (app, url):
         page = open_page(url)
         expect(choice(page, "Edge0")).to_be_disabled()
+        expect(choice(page, "Specter")).to_be_disabled()
+        expect(page.locator("#or-modes")).to_contain_text("this model has no draft")
         expect(page.locator("#or-modes")).to_contain_text("train them with python -m engine train default")
         choice(page, "On demand").press("ArrowDown")  # there is nowhere to go
         expect(choice(page, "On demand")).to_be_checked()

@@ -89,7 +89,7 @@ def test_settings_come_into_force_in_the_order_they_were_asked_for(desk):
 def test_pages_learn_of_a_change_when_it_is_asked_for_and_when_it_is_settled(desk):
     desk.backend.no_heads = "this model has no prerouter heads"
     loaded(desk)
-    assert desk.modes == {"on-demand": None, "edge0": "this model has no prerouter heads"}
+    assert desk.modes["on-demand"] is None and desk.modes["edge0"] == "this model has no prerouter heads"
     turn, before = begun(ask(desk, "long")), desk.version
     change = desk.configure(mode=desk.backend.Mode.EDGE0)
     asked = desk.version

@@ -14,6 +14,8 @@ from app import modes, panels
 from app.desk import Desk
 from app.history import History
 from app.session import Replies, Tab
+from engine.store.draft import build_draft
+from engine.store.layout import read_info
 from tests.edge0 import put_heads
 
 
@@ -77,7 +79,7 @@ def test_with_heads_the_mode_changes_between_replies_and_the_figures_follow(desk
     path = own_store("qwen3_moe")
     put_heads(path)
     assert desk.load(engine.EngineConfig(model=str(path), expert_memory="50%", context=256)).done.wait(60)
-    assert desk.modes == {"on-demand": None, "edge0": None}
+    assert desk.modes["on-demand"] is None and desk.modes["edge0"] is None
     before = talk(desk, Tab(History(None)), "the disk", max_tokens=24, temperature=0)
     change = desk.configure(mode=engine.Mode.EDGE0)
     assert change.done.wait(30) and not change.error
@@ -88,6 +90,25 @@ def test_with_heads_the_mode_changes_between_replies_and_the_figures_follow(desk
     assert "prerouter routing" in modes.quality(desk.figures().stats)
     assert desk.configure(mode=engine.Mode.ON_DEMAND).done.wait(30)
     assert talk(desk, Tab(History(None)), "the disk", max_tokens=24, temperature=0) == before
+
+
+def test_with_a_draft_specters_panel_is_the_engines(desk, own_store):
+    path = own_store("qwen3_moe")
+    build_draft(path, read_info(path), bits=4)
+    assert desk.load(engine.EngineConfig(model=str(path), expert_memory="75%", context=256)).done.wait(60)
+    assert desk.modes["specter"] is None and panels.live(desk)["draft"] is None
+    change = desk.configure(mode=engine.Mode.SPECTER, depth=2)
+    assert change.done.wait(30) and not change.error
+    assert 0 < desk.engine.plan.draft_bytes < desk.engine.plan.expert_budget_bytes
+    tab = Tab(History(None))
+    talk(desk, tab, "the disk", max_tokens=24, temperature=0, repetition_penalty=0.5)
+    draft = panels.live(desk)["draft"]
+    assert panels.DASH not in draft["figures"].values() and len(draft["positions"]) == 2
+    assert sum(draft["accepted"]) == pytest.approx(1, abs=0.01) and sum(draft["split"]) == pytest.approx(1, abs=0.01)
+    assert tab.conversation.messages[-1].summary["line"].endswith("Specter with a 4-bit draft")
+    refused = desk.configure(draft_bits=2)
+    assert refused.done.wait(30) and "2-bit draft" in refused.error
+    assert desk.configure(mode=engine.Mode.ON_DEMAND).done.wait(30) and panels.live(desk)["draft"] is None
 
 
 def test_stop_reaches_the_engine_within_a_token(desk):
