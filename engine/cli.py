@@ -27,7 +27,7 @@ from engine.errors import ConfigError, OutriderError
 _ELSEWHERE = {
     "train-default": ("engine.train.recipe", "train the parts of the default model"),
     "train": ("engine.train.edge0.run", "train prerouter heads and the recovery LoRA of a model for Edge0 mode"),
-    "bench": ("engine.bench.cli", "measure: stream, overhead, peers, edge0"),
+    "bench": ("engine.bench.cli", "measure: stream, overhead, peers, edge0, specter and its ablations and fidelity"),
     "eval": ("engine.eval.cli", "score a model's quality against its teacher"),
 }
 

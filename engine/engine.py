@@ -28,6 +28,7 @@ from engine.forecast.law import RoutingLaw
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
+from engine.model.draft import begin_drafting, end_drafting
 from engine.model.loader import load_model
 from engine.model.resident import quantise_linears
 from engine.model.router import Routing
@@ -209,9 +210,9 @@ class Engine:
 
     def _park(self) -> None:
         """Before a reply in specter mode with free depth: give the draft's memory to the slots, or back, if that is faster."""
-        if self.config.mode is not Mode.SPECTER or self.config.depth != "auto" or self._pace is None:
+        if self.config.mode is not Mode.SPECTER or self._pace is None:
             return
-        was, parked = self._parking.parked, self._parking.decide(self._pace.seconds)
+        was, parked = self.parking.parked, self.parking.decide(self._pace.seconds)
         if parked != was:
             new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
             self._become(self.config, new, parked)
@@ -220,7 +221,9 @@ class Engine:
     def _speculate_anew(self) -> None:
         """Forget what was measured in specter mode."""
         depth = self.config.depth
-        self._governor, self._parking = Governor(None if depth == "auto" else depth), Parking()
+        total = len(self.info.layers) * self.info.experts
+        self._governor = Governor(None if depth == "auto" else depth, total)
+        self.parking = Parking(depth == "auto")
         self._pace: Pace | None = None  # of the last reply, when it was made as the engine is now configured
 
     def _on_window(self, window: Window) -> None:
@@ -258,8 +261,9 @@ class Engine:
         ids: list[int],
         watch: Callable[[int, torch.Tensor, Routing], None],
         on_logits: Callable[[int, torch.Tensor], None] = lambda start, logits: None,
+        drafting: bool = False,
     ) -> None:
-        """Run `ids` by the model's own routing, apart from the conversation, in pieces.
+        """Run `ids` by the model's own routers, apart from the conversation, in pieces; drafting: with the draft's experts.
 
         For each piece watch(layer, MoE input [n, H], routing) is told of every MoE layer in turn, then on_logits(position of
         the piece's first token, logits [n, V]).
@@ -268,11 +272,14 @@ class Engine:
             adapters = self._modes.leave()
             try:
                 self._modes.trace(watch)
+                if drafting:
+                    begin_drafting(self._experts, self._modes.draft)
                 conversation = Conversation(self._model.config, prefill_chunk(self.info))
                 for piece in conversation.pieces(ids):
                     on_logits(len(conversation.ids), forward(self._model, conversation, piece, every=True))
                     conversation.append(piece, prefill=True)
             finally:
+                end_drafting(self._experts)
                 self._modes.leave()
                 self._modes.enter(self.config, self._tier, adapters)
 

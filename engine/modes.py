@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.config import EngineConfig, Mode
 from engine.errors import ConfigError, OutriderError
-from engine.forecast.draft import DraftRoutes
+from engine.forecast.draft import DraftRoutes, Scheduling
 from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
@@ -76,6 +76,11 @@ class Modes:
         return self._adapters.bytes if self._adapters else 0
 
     @property
+    def draft(self) -> Draft | None:
+        """The draft in memory."""
+        return self._draft
+
+    @property
     def draft_bytes(self) -> int:
         """Bytes of the draft in memory."""
         return self._draft.bytes if self._draft else 0
@@ -129,8 +134,8 @@ class Modes:
             if self._draft is None:
                 device = next(self._model.parameters()).device
                 self._draft = load_draft(extras, self._info, *self._experts[0].functions(), device)
-            fetch = "none" if config.prefetch == "none" else "drafting"
-            self.forecast = DraftRoutes(tier, self._experts, self._draft, gate, fetch)
+            scheduling = Scheduling("none" if config.prefetch == "none" else "drafting")
+            self.forecast = DraftRoutes(tier, self._experts, self._draft, gate, scheduling)
         else:
             self.forecast = GateLookahead(tier) if gate else DemandForecast(tier)
         # Where nothing can be missing there is nothing to foresee.

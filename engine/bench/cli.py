@@ -16,25 +16,32 @@ from engine.bench.edge0 import RATIOS, run_edge0
 from engine.bench.measure import RESULTS_DIR, save
 from engine.bench.overhead import run_overhead
 from engine.bench.peers import run_peers
+from engine.bench.specter import MEMORIES, run_ablations, run_fidelity, run_specter
 from engine.bench.stream import run_stream
 from engine.bench.synthetic import SHAPES, write_synthetic
-from engine.config import DEFAULT_MODEL, EXPERT_FORMATS, format_size
+from engine.config import DEFAULT_MODEL, DRAFT_BITS, EXPERT_FORMATS, format_size
 from engine.errors import PlanError
 from engine.memory.plan import available_memory
+from engine.store.draft import build_draft
 from engine.store.layout import read_info
 
 _BYTES_PER_WEIGHT = {"bf16": 2.0, "int8": 1.01, "int4": 0.5625}
 
 
+BENCHMARKS = ("stream", "overhead", "peers", "edge0", "specter", "specter-ablations", "specter-fidelity")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=("stream", "overhead", "peers", "edge0"))
+    parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("--model", default=DEFAULT_MODEL, choices=(DEFAULT_MODEL, *SHAPES),
                         help="the default model, or a synthetic store of a real model's shape")  # fmt: skip
     parser.add_argument("--experts", choices=EXPERT_FORMATS, default="bf16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="tokens timed in one measurement")
     parser.add_argument("--warm-up", type=int, default=24, help="tokens generated before each measurement")
-    parser.add_argument("--memory", default="25%", help="peers, edge0: expert memory, a size or a share")
+    parser.add_argument("--memory", help="peers, edge0 (25%%), specter-ablations (45%%): expert memory, a size or a share")
+    parser.add_argument("--ratio", type=float, default=4.0, help="specter-ablations: transfer : compute on demand")
+    parser.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, nargs="+", default=[4], help="specter: of the drafts")
     parser.add_argument("--work", type=Path, help="where temporary stores go (the system's temporary directory)")
     parser.add_argument("--results", type=Path, default=RESULTS_DIR)
 
@@ -50,12 +57,27 @@ def run(args: argparse.Namespace) -> dict:
             result = run_overhead(label, checkpoint, store, args.repeats, args.tokens)
         elif args.benchmark == "edge0":
             fits = 1.5 * read_info(store).expert_bytes_total < available_memory(torch.device("cpu"))
-            result = run_edge0(label, store, args.memory, args.repeats, args.tokens, args.warm_up, RATIOS, fits)
+            result = run_edge0(label, store, args.memory or "25%", args.repeats, args.tokens, args.warm_up, RATIOS, fits)
+        elif args.benchmark.startswith("specter"):
+            result = _specter(args, label, store)
         else:
-            result = run_peers(label, checkpoint, store, args.memory, args.repeats, args.tokens)
+            result = run_peers(label, checkpoint, store, args.memory or "25%", args.repeats, args.tokens)
     path = save(f"{args.benchmark}-{label}", result, args.results)
     print(f"saved {path}")
     return {**result, "saved": str(path)}
+
+
+def _specter(args: argparse.Namespace, label: str, store: Path) -> dict:
+    bits = tuple(args.draft_bits)
+    for b in bits:
+        build_draft(store, read_info(store), b)
+    if args.benchmark == "specter-fidelity":
+        return run_fidelity(label, store, args.tokens, bits)
+    if args.benchmark == "specter-ablations":
+        memory = args.memory or "45%"
+        return run_ablations(label, store, args.repeats, args.tokens, args.warm_up, memory, args.ratio, bits)
+    memories = (args.memory,) if args.memory else MEMORIES
+    return run_specter(label, store, args.repeats, args.tokens, args.warm_up, memories, bits=bits[0])
 
 
 def _stores(args: argparse.Namespace, work: Path) -> tuple[Path | None, Path]:

@@ -37,8 +37,6 @@ class Arm:
     name: str
     seconds: list[float] = field(default_factory=list)
     closeness: list[float] = field(default_factory=list)
-    speed_up: list[float] = field(default_factory=list)  # over on demand, in the same repeat
-    over_gate: list[float] = field(default_factory=list)
     hidden_io: list[float] = field(default_factory=list)
     hit_rate: list[float] = field(default_factory=list)
     bytes_per_token: list[float] = field(default_factory=list)
@@ -77,7 +75,7 @@ def run_edge0(
             bandwidths.append(raw)
             _measure(engine, disk, memory, compute, raw, tokens, warm_up, resident)
         arms += disk
-        resident_bytes = engine.stats().active_bytes_by_kind["resident"]
+        resident_bytes, law = engine.stats().active_bytes_by_kind["resident"], engine.routing_law()
         moved = statistics.median(disk[0].bytes_per_token)
     for ratio in ratios if resident else ():
         rate = int(moved / (ratio * statistics.median(compute["on demand"])))
@@ -86,10 +84,11 @@ def run_edge0(
             for _ in range(repeats):
                 _measure(engine, linked, memory, compute, rate, tokens, warm_up, resident)
         arms += linked
-    rows = [_row(arm, base, resident_bytes) for arm in arms]
+    seconds = {(arm.place, arm.name): arm.seconds for arm in arms}
+    rows = [_row(arm, seconds) for arm in arms]
     raw = Spread.of([b / 1e9 for b in bandwidths])
     print_table(f"{name}, {memory} of experts; raw direct reads {raw} GB/s", rows)
-    cost = heads_cost(store)
+    cost = heads_cost(store, law)
     print(
         f"the heads take {cost * 1e3:.2f} ms a token, {cost / statistics.median(compute['on demand']):.1%} of computing it"
     )
@@ -109,11 +108,10 @@ def run_edge0(
     }
 
 
-def heads_cost(store: Path, rounds: int = 20) -> float:
-    """Seconds a token that all heads of `store` take, their selection included; the median of `rounds`."""
+def heads_cost(store: Path, law: RoutingLaw, rounds: int = 20) -> float:
+    """Seconds a token that all heads of `store` take, their selection by `law` included; the median of `rounds`."""
     info = read_info(store)
     prerouter = load_prerouter(store, info, torch.device("cpu"))
-    law = RoutingLaw("softmax", info.top_k, normalise=True)
     m, ran, taken = torch.randn(1, info.hidden), torch.arange(info.top_k), []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -141,8 +139,6 @@ def _measure(engine, arms, memory, compute, bandwidth, tokens, warm_up, resident
         alone = statistics.median(compute[arm.name]) if resident else min(compute[arm.name])
         arm.seconds.append(seconds)
         arm.closeness.append(max(alone, moved / bandwidth) / seconds)
-        arm.speed_up.append(arms[0].seconds[-1] / seconds)
-        arm.over_gate.append(arms[min(1, len(arms) - 1)].seconds[-1] / seconds if arm is not arms[0] else float("nan"))
         arm.hidden_io.append(timed.hidden_io)
         arm.hit_rate.append(stats.hit_rate)
         arm.bytes_per_token.append(moved)
@@ -153,13 +149,20 @@ def _measure(engine, arms, memory, compute, bandwidth, tokens, warm_up, resident
         arm.rss_bytes = max(arm.rss_bytes, psutil.Process().memory_info().rss)
 
 
-def _row(arm: Arm, base: int, resident_bytes: int) -> dict:
+def speed_up(over: list[float], seconds: list[float]) -> list[float]:
+    """Repeat by repeat, from the seconds a token of two arms."""
+    return [slow / fast for slow, fast in zip(over, seconds, strict=True)]
+
+
+def _row(arm: Arm, seconds: dict[tuple[str, str], list[float]]) -> dict:
+    """seconds: of every arm, by place and name."""
+    baselines = {name: speed_up(seconds[arm.place, name], arm.seconds) for name in ("on demand", "gate look-ahead")}
     return {
         "place": arm.place,
         "arm": arm.name,
         "tok/s": Spread.of([1 / s for s in arm.seconds]),
-        "x on demand": Spread.of(arm.speed_up),
-        "x gate": "" if arm.name != "Edge0" else Spread.of(arm.over_gate),
+        "x on demand": Spread.of(baselines["on demand"]),
+        "x gate": "" if arm.name != "Edge0" else Spread.of(baselines["gate look-ahead"]),
         "hidden I/O": f"{statistics.median(arm.hidden_io):.2f}",
         "hit rate": f"{statistics.median(arm.hit_rate):.2f}",
         "closeness": f"{statistics.median(arm.closeness):.2f}",

@@ -7,7 +7,9 @@ import statistics
 import sys
 from pathlib import Path
 
-_COLOURS = {"over on demand": "#0f766e", "over gate look-ahead": "#b45309"}
+from engine.bench.edge0 import speed_up
+
+_COLOURS = {"on demand": "#0f766e", "gate look-ahead": "#b45309"}  # by baseline
 
 
 def plot_sweep(result: dict, path: Path) -> None:
@@ -17,13 +19,15 @@ def plot_sweep(result: dict, path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    arms = [arm for arm in result["arms"] if arm["name"] == "Edge0" and arm["place"].startswith("link")]
-    ratios = [float(arm["place"].rpartition(" ")[2]) for arm in arms]
+    seconds = {(arm["place"], arm["name"]): arm["seconds"] for arm in result["arms"]}
+    places = [place for place, name in seconds if name == "Edge0" and place.startswith("link")]
+    ratios = [float(place.rpartition(" ")[2]) for place in places]
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
-    for label, key in (("over on demand", "speed_up"), ("over gate look-ahead", "over_gate")):
-        medians = [statistics.median(arm[key]) for arm in arms]
-        spread = [[m - min(arm[key]) for m, arm in zip(medians, arms)], [max(arm[key]) - m for m, arm in zip(medians, arms)]]
-        axes.errorbar(ratios, medians, spread, marker="o", capsize=3, color=_COLOURS[label], label=label)
+    for baseline, colour in _COLOURS.items():
+        gains = [speed_up(seconds[place, baseline], seconds[place, "Edge0"]) for place in places]
+        medians = [statistics.median(gain) for gain in gains]
+        spread = [[m - min(g) for m, g in zip(medians, gains)], [max(g) - m for m, g in zip(medians, gains)]]
+        axes.errorbar(ratios, medians, spread, marker="o", capsize=3, color=colour, label=f"over {baseline}")
     axes.axhline(1, color="#9ca3af", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])

@@ -1,11 +1,11 @@
 """The governor drafts on as long as a further token is expected to pay for its time; a window of depth 0 is a candidate.
 
-Time of a window of k drafts: k times a draft token, and verification, max(computing 1 + k positions by so many distinct
-experts, fetching those that are missing). Tokens of it: 1 + sum over i of p^i. All of these are measured while decoding, with
-decay. tau, the least time per token over all k, is what a second is worth; at any point of a window drafting goes on if some
-longer window gains more tokens than its further time is worth (the marginal value theorem of renewal processes), where how
-likely the tokens so far are all accepted is judged by the draft's own confidence, calibrated by what became of such
-confidences before.
+Time of a window of k drafts: k times a draft token, and verification, a linear function of its positions and of its distinct
+experts, fitted to the windows so far; where they cannot tell, an expert takes what fetching it takes, as often as one is moved.
+Tokens of a window: 1 + sum over i of p^i. All of these are measured while decoding, with decay. tau, the least time per token
+over all k, is what a token is worth: at any point of a window drafting goes on if some longer window gains tokens that are worth
+more than its further time (the marginal value theorem of renewal processes). How likely the tokens so far are all accepted is
+judged by the draft's own confidence, calibrated by what became of such confidences before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.config import MAX_DEPTH
 _NEWEST = 0.15  # weight of the newest window in what is measured
 _KEPT = 0.97  # of the calibration and the acceptances at every window
 _BINS = 10
-_FIRST = (0, 4, 8, 0, 16)  # depths of the first windows, before anything is known
+_FIRST = (4, 8, 0, 16)  # depths of the first windows, before anything is known
 _EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
 
 
@@ -35,37 +35,45 @@ class Window:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the experts of a window cost. experts: distinct (layer, expert) that verification ran; missing: those of them that
-    had to be waited for or fetched; stall_s: time verification waited; fetch_s: seconds that fetching one takes; unions[j]:
-    distinct experts that the first j + 1 drafted positions named."""
+    """What the experts of a window cost. experts: distinct (layer, expert) that verification ran; fetched: how many were moved
+    since the window before; fetch_s: seconds that moving one takes; unions[j]: distinct experts that the first j + 1 drafted
+    positions named."""
 
     experts: int
-    missing: int
-    stall_s: float
+    fetched: float
     fetch_s: float
     unions: tuple[int, ...]
 
 
-class Governor:
-    """Depths of windows. fixed: the depth of all of them, or None to choose."""
+@dataclass(frozen=True)
+class Measured:
+    """What a governor knows by depth 0 .. MAX_DEPTH: unions, distinct experts of a window; tokens, expected of it."""
 
-    def __init__(self, fixed: int | None) -> None:
-        self.fixed = fixed
+    draft_s: float
+    fetch_s: float
+    unions: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+
+class Governor:
+    """Depths of windows. fixed: the depth of all of them, or None to choose. total: experts of the model, all layers'."""
+
+    def __init__(self, fixed: int | None, total: int) -> None:
+        self.fixed, self.total = fixed, total
         self.now = fixed or 0  # depth of the present window
         self.windows = 0
         self._until_look, self._pause = _EXPLORE, _EXPLORE
         self._looking: int | None = None
         self._draft_s = 0.0  # of one draft token
-        self._rate = 0.8  # share of the drafted tokens that are accepted after accepted ones
+        self._accepted, self._checked = 3.2, 4.0  # drafts after accepted ones, with decay
         self._unions = np.zeros(MAX_DEPTH + 1)  # distinct experts of 1 + i positions
-        self._missing = 1.0  # share of a window's experts that are not there
+        self._missing = 1.0  # share of a window's experts that are moved
         self._fetch_s = 0.0
-        self._normal = np.diag([1e-3, 1e-3, 1e-6])  # of the least squares of computing on 1, positions, experts
-        self._moment = np.zeros(3)
+        self._normal, self._moment = np.zeros((3, 3)), np.zeros(3)  # of the least squares on 1, positions and experts
         self._plain_s: float | None = None  # of a window of depth 0
-        self._real = 1.0  # what windows take / what they were expected to
-        self._seen = np.ones(_BINS)
-        self._hits = (np.arange(_BINS) + 0.5) / _BINS  # confidences come true, until it is seen otherwise
+        # Draft and target are nearly one model: they often agree where both are unsure. Until it is seen otherwise:
+        self._likely = 0.6 + 0.4 * (np.arange(_BINS) + 0.5) / _BINS
+        self._seen, self._hits = np.full(_BINS, 2.0), 2 * self._likely
         self._times = np.zeros(MAX_DEPTH + 1)
         self._tau = 0.0
         self._reach = 1.0  # how likely everything drafted so far is accepted
@@ -103,32 +111,34 @@ class Governor:
         self.windows += 1
         self._until_look -= 1
         k, weight = window.proposed, max(_NEWEST, 1 / self.windows)
-        expected = self._times[k]
         if k:
             self._draft_s += (window.draft_s / k - self._draft_s) * (weight if self._draft_s else 1)
             checked = min(window.accepted + 1, k)
-            self._rate += (window.accepted / checked - self._rate) * min(1.0, _NEWEST * checked / 4)
+            self._accepted = self._accepted * _KEPT + window.accepted
+            self._checked = self._checked * _KEPT + checked
             self._calibrate(window, checked)
         else:
             before = window.verify_s if self._plain_s is None else self._plain_s
             self._plain_s = before + (window.verify_s - before) * max(_NEWEST, 0.25)
         for i, union in enumerate((*cost.unions, cost.experts)[: MAX_DEPTH + 1]):
             self._unions[i] += (union - self._unions[i]) * (weight if self._unions[i] else 1)
-        self._missing += (cost.missing / max(1, cost.experts) - self._missing) * weight
+        self._missing += (cost.fetched / max(1, cost.experts) - self._missing) * weight
         if cost.fetch_s:
             self._fetch_s = cost.fetch_s
         features = np.array([1.0, 1 + k, cost.experts])
         self._normal = self._normal * _KEPT + np.outer(features, features)
-        self._moment = self._moment * _KEPT + features * max(0.0, window.verify_s - cost.stall_s)
-        if k and expected and self._looking is None:
-            self._real += ((window.draft_s + window.verify_s) / (expected / self._real) - self._real) * _NEWEST
-            self._real = float(np.clip(self._real, 0.5, 2.0))
+        self._moment = self._moment * _KEPT + features * window.verify_s
         self._estimate()
         if self._looking is not None and self.windows > len(_FIRST):
             paid = (self._best() == 0) != (self._looking == 0)
             self._pause = _EXPLORE if not paid else self._pause
             self._pause = min(2 * self._pause, _EXPLORE_MOST)
             self._until_look = self._pause
+
+    def measured(self) -> Measured:
+        """What is known now."""
+        k = np.arange(MAX_DEPTH + 1)
+        return Measured(self._draft_s, self._fetch_s, tuple(self._all_unions()), tuple(1 + self._expected(k)))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -137,30 +147,36 @@ class Governor:
 
     def _expected(self, drafts: np.ndarray) -> np.ndarray:
         """Tokens accepted of so many drafts: the sum of p^i."""
-        p = min(self._rate, 0.995)
+        p = min(self._accepted / self._checked, 0.99)
         return p * (1 - p**drafts) / (1 - p)
 
     def _estimate(self) -> None:
         """Time of a window for every depth, and the least time per token."""
         k = np.arange(MAX_DEPTH + 1)
+        unions = self._all_unions()
+        ridge = np.array([1e-2, 1e-1, 1e-2 * max(1.0, self._normal[2, 2])])  # keeps what windows alike cannot tell apart sane
+        guess = np.array([0.0, 0.0, self._missing * self._fetch_s])
+        weights = np.linalg.solve(self._normal + np.diag(ridge), self._moment + ridge * guess)
+        verify = np.stack((np.ones_like(k), 1 + k, unions), axis=1) @ np.maximum(weights, 0.0)
+        self._times = k * self._draft_s + verify
+        if self._plain_s is not None:
+            self._times[0] = self._plain_s
+        self._tau = float(np.min(self._times / (1 + self._expected(k))))
+
+    def _all_unions(self) -> np.ndarray:
+        """Distinct experts of windows of all depths; those that were never seen grow on as the last ones did."""
         unions = self._unions.copy()
         known = int(np.count_nonzero(unions))
         slope = unions[known - 1] - unions[known - 2] if known > 1 else 0.0
         unions[known:] = unions[known - 1] + slope * np.arange(1, len(unions) - known + 1)
-        weights = np.linalg.solve(self._normal, self._moment)
-        compute = np.maximum.accumulate(np.maximum(0.0, np.stack((np.ones_like(k), 1 + k, unions), axis=1) @ weights))
-        verify = np.maximum(compute, self._missing * unions * self._fetch_s)
-        self._times = (k * self._draft_s + verify) * self._real
-        if self._plain_s is not None:
-            self._times[0] = self._plain_s
-        self._tau = float(np.min(self._times / (1 + self._expected(k))))
+        return np.minimum(unions, self.total)
 
     def _bin(self, confidence: float) -> int:
         return min(int(confidence * _BINS), _BINS - 1)
 
     def _calibrate(self, window: Window, checked: int) -> None:
-        self._hits += (1 - _KEPT) * ((np.arange(_BINS) + 0.5) / _BINS - self._hits)
-        self._seen += (1 - _KEPT) * (1 - self._seen)
+        self._hits += (1 - _KEPT) * (2 * self._likely - self._hits)
+        self._seen += (1 - _KEPT) * (2 - self._seen)
         for i, confidence in enumerate(self._confidences[:checked]):
             self._hits[self._bin(confidence)] += i < window.accepted
             self._seen[self._bin(confidence)] += 1

@@ -15,17 +15,17 @@ _PAUSE, _PAUSE_MOST = 16, 256  # replies between two looks at the slower way, an
 
 
 class Parking:
-    """Decides after each reply. `parked`: whether the draft is out of memory now."""
+    """Decides after each reply. `parked`: whether the draft is out of memory now; allowed: whether it ever may be."""
 
-    def __init__(self) -> None:
-        self.parked = False
+    def __init__(self, allowed: bool) -> None:
+        self.allowed, self.parked = allowed, False
         self._seconds: dict[bool, float] = {}  # parked -> seconds a token
         self._since = 0
         self._pause = _PAUSE
 
     def decide(self, seconds: float | None) -> bool:
         """Whether the next reply should be decoded without a draft, after one of `seconds` a token; None: it was too short."""
-        if seconds is None:
+        if seconds is None or not self.allowed:
             return self.parked
         before = self._seconds.get(self.parked, seconds)
         self._seconds[self.parked] = before + (seconds - before) * _NEWEST

@@ -9,26 +9,41 @@ used often stays for it by the tier's own policy.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 
 from engine.decode.governor import Cost
 from engine.forecast.gate import GateLookahead
-from engine.model.draft import Draft
+from engine.model.draft import Draft, begin_drafting, end_drafting
 from engine.model.experts import StreamedExperts
 from engine.residency.tier import Tier
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """How the forecast is acted on; anything but the default is for ablations.
+
+    fetch: `drafting`, `after` (nothing before drafting ends) or `none`. keep: what is named and there is not evicted before it
+    was verified. barrier: verification waits till everything named has arrived, instead of expert by expert.
+    """
+
+    fetch: str = "drafting"
+    keep: bool = True
+    barrier: bool = False
 
 
 class DraftRoutes(GateLookahead):
     """Drafts with `draft` in place of the experts of `targets`, and forecasts for the windows that it drafts.
 
-    gate: where nothing was drafted, look a layer ahead by its own router. fetch: `drafting`, `after` (nothing before drafting
-    ends) or `none`.
+    gate: where nothing was drafted, look a layer ahead by its own router.
     """
 
-    def __init__(self, tier: Tier, targets: list[StreamedExperts], draft: Draft, gate: bool, fetch: str = "drafting") -> None:
+    def __init__(
+        self, tier: Tier, targets: list[StreamedExperts], draft: Draft, gate: bool, scheduling: Scheduling = Scheduling()
+    ) -> None:
         super().__init__(tier)
-        self.draft, self.gate, self.fetch = draft, gate, fetch
+        self.draft, self.gate, self.scheduling = draft, gate, scheduling
         self._targets = targets
         self._drafting = False  # whether the model computes with the draft's experts
         self._draft_s = 0.0  # of one token, with decay
@@ -57,8 +72,7 @@ class DraftRoutes(GateLookahead):
     def begin(self) -> None:
         """A window begins: until `end` the model computes with the draft's experts."""
         self._drafting = True
-        for target, layer in zip(self._targets, self.draft.layers, strict=True):
-            target.draft = layer
+        begin_drafting(self._targets, self.draft)
         self._began = self._last = time.perf_counter()
         self._named, self._unions, self._absent, self._fetched = set(), [], [], 0
 
@@ -76,18 +90,19 @@ class DraftRoutes(GateLookahead):
             plan += [(self.tier.clock + 1 + layer, key) for key in fresh]
             self._named |= fresh
         self._unions.append(len(self._named))
-        self._absent = sorted(self._absent + self.tier.protect(plan))
-        if self.fetch == "drafting":
+        self._absent = sorted(self._absent + self.tier.absent(plan, self.scheduling.keep))
+        if self.scheduling.fetch == "drafting":
             movable = (now - self._began + left * self._draft_s) / self.fetch_s if self.fetch_s else len(self._absent)
             self._fetch(int(movable) - self._fetched)
 
     def end(self) -> None:
         """The model computes with its own experts again."""
-        for target in self._targets:
-            target.draft = None
+        end_drafting(self._targets)
         self._drafting, self._routes = False, []
-        if self.fetch != "none":
+        if self.scheduling.fetch != "none":
             self._fetch(len(self._absent))
+        if self.scheduling.barrier:
+            self.tier.settle()
 
     def _fetch(self, most: int) -> None:
         """Begin fetching at most `most` absent experts, those that are needed soonest first."""
@@ -126,14 +141,11 @@ class DraftRoutes(GateLookahead):
 
     def cost(self) -> Cost:
         """What the experts of the window that has just been verified cost."""
-        counters = self.tier.counters
-        missing = counters.misses + counters.late - self._missing_before
-        result = Cost(self._window_used, missing, counters.stall_s - self._stall_before, self.fetch_s, tuple(self._unions))
+        moved = (self.tier.fetcher.meter.bytes - self._bytes_before) / self.tier.arena.record_bytes
+        result = Cost(self._window_used, moved, self.fetch_s, tuple(self._unions))
         self._named, self._unions = set(), []
         self._mark()
         return result
 
     def _mark(self) -> None:
-        counters = self.tier.counters
-        self._window_used = 0
-        self._missing_before, self._stall_before = counters.misses + counters.late, counters.stall_s
+        self._window_used, self._bytes_before = 0, self.tier.fetcher.meter.bytes

@@ -23,6 +23,8 @@ _NIBBLES = {"int4": 4, "int3": 3, "int2": 2}  # kinds whose codes a nibble holds
 # Rows from which a bf16 product is computed in fp32 on processors without bf16 arithmetic: converting the matrix once
 # costs about as much as one emulated bf16 product of this many rows (measured on AVX-512 without the bf16 extension).
 _FP32_ROWS = 8
+_FP32_ROWS_CACHED, _CACHED = 2, 2**19  # the same for a matrix of so few weights that its fp32 copy stays in the cache
+_WIDE_ROWS = 16  # from which a batched fp32 product over long rows is several times faster with the weights on the left
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,20 @@ class MatrixFormat:
         if self.kind == "bf16":
             return _bf16_emulated if device.type == "cpu" and not _cpu_has_bf16() else _bf16
         if self.kind == "int8":
-            return _int8_packed if device.type == "cpu" else _int8
+            # torch's kernel reads rows 16 weights at a time, past the end where they are of another length
+            return _int8_packed if device.type == "cpu" and self.shape[1] % 16 == 0 else _int8
         if self.kind == "int4":
             return lambda x, q, sz, packing=self.packing: int4.matmul(x, q, sz, packing)
         return lambda x, q, sz: int4.matmul(x, self._nibbles(q), sz, self.packing)
+
+    def batched_matmul(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """The function (x [n, K] or [B, n, K], B weights [B, N, K]) -> [B, n, N] in x.dtype; None but for bf16.
+
+        What it computes for one of the B may differ in rounding with the others: torch's threads share the whole batch.
+        """
+        if self.kind != "bf16":
+            return None
+        return _bf16_batched_emulated if device.type == "cpu" and not _cpu_has_bf16() else _bf16_batched
 
 
 def _cpu_has_bf16() -> bool:
@@ -108,9 +120,22 @@ def _bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _bf16_emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if x.dtype == torch.bfloat16 and x.shape[0] < _FP32_ROWS:
+    rows = _FP32_ROWS_CACHED if weight.numel() <= _CACHED else _FP32_ROWS
+    if x.dtype == torch.bfloat16 and x.shape[0] < rows:
         return linear(x, weight)
     return linear(x.float(), weight.float()).to(x.dtype)
+
+
+def _bf16_batched(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x.expand(len(weights), -1, -1), weights.to(x.dtype).transpose(1, 2))
+
+
+def _bf16_batched_emulated(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    experts, out_features, in_features = weights.shape
+    if x.shape[-2] < _WIDE_ROWS or out_features > in_features:
+        return _bf16_batched(x.float(), weights.float()).to(x.dtype)
+    columns = x.float().transpose(-1, -2).contiguous().expand(experts, -1, -1)
+    return torch.bmm(weights.float(), columns).to(x.dtype).transpose(1, 2)
 
 
 def _int8(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,7 @@ from engine.memory.arena import SlotArena
 _ALIGNMENT = 64  # bytes
 
 
-def empty_together(
-    layouts: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> list[torch.Tensor]:
+def empty_together(layouts: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[torch.Tensor]:
     """Uninitialised contiguous tensors of these shapes and dtypes on `device`. The memory goes when the last one does.
 
     Raises PlanError when there is no room for them.

@@ -15,12 +15,25 @@ from engine.kernels import int4
 from engine.kernels.expert import ExpertKernel
 from engine.kernels.formats import MatrixFormat
 from engine.memory.arena import SlotArena
+from engine.model.experts import StreamedExperts
 from engine.store.draft import DraftFile
 from engine.store.layout import RecordLayout, StoreInfo
 from engine.store.verify import read_records
 
 _CALL_BYTES = 2**18  # reading this many bytes of weights takes about as long as the calls of one more expert
 Activate = Callable[[torch.Tensor], torch.Tensor]
+
+
+def begin_drafting(targets: list[StreamedExperts], draft: Draft) -> None:
+    """From now on the model computes with the experts of `draft`."""
+    for target, layer in zip(targets, draft.layers, strict=True):
+        target.draft = layer
+
+
+def end_drafting(targets: list[StreamedExperts]) -> None:
+    """From now on the model computes with its own experts."""
+    for target in targets:
+        target.draft = None
 
 
 class RecordExperts:

@@ -15,6 +15,8 @@ from torch import nn
 from engine.kernels.expert import ExpertKernel
 from engine.residency.tier import Tier
 
+_FEW_TOKENS = 64  # up to which an expert has so few of them that the calls are the cost: a batch of experts shares them
+
 
 class StreamedExperts(nn.Module):
     """Experts `layer * experts ... (layer + 1) * experts - 1` of the tier, in place of one experts module.
@@ -74,25 +76,50 @@ class StreamedExperts(nn.Module):
             parts.append(torch.zeros_like(x))  # the last row stands for "no expert"
         row = {key: i for i, key in enumerate(arrived)}
         outputs = torch.cat(parts) if len(parts) > 1 else parts[0]
-        order = [row.get(base + i, -1) for i in ids]
-        return outputs[order].unsqueeze(0)
+        rows = torch.tensor([row.get(base + i, len(arrived)) for i in ids], device=x.device)
+        return outputs.index_select(0, rows).unsqueeze(0)
 
     def _many_tokens(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """x [n, H], index [n, k] -> [n, k, H]; every needed expert is visited once, in one call for all its tokens."""
         n, k = index.shape
         flat = index.reshape(-1)
-        order = torch.argsort(flat, stable=True)  # (token, choice) pairs grouped by expert
+        base = self.layer * self.experts
         counts = torch.bincount(flat, minlength=self.experts)[: self.experts].tolist()
-        base, spans, start = self.layer * self.experts, {}, 0
-        for expert, count in enumerate(counts):
-            if count:
-                spans[base + expert] = order[start : start + count]
-                start += count
+        keys = [base + expert for expert, count in enumerate(counts) if count]
+        if self.kernel.computes_together(len(keys), n):
+            return self._together(x, index.tolist(), keys)
+        order = torch.argsort(flat, stable=True)  # (token, choice) pairs grouped by expert
+        order = order[: sum(counts)]  # without those of no expert
+        spans = dict(zip(keys, order.split([counts[key - base] for key in keys]), strict=True)) if keys else {}
         outputs, computed = x.new_zeros(n * k, x.shape[1]), 0
-        for batch in self.tier.lease(list(spans)):
-            for key, slot in batch:
-                pairs = spans[key]
-                outputs[pairs] = self.kernel(slot, x[pairs // k])
+        for batch in self.tier.lease(keys):
             computed += len(batch)
-        self.dropped += len(spans) - computed
+            for group in [batch] if n <= _FEW_TOKENS else [[pair] for pair in batch]:
+                pairs = torch.cat([spans[key] for key, _ in group])
+                rows = x.index_select(0, pairs // k)
+                out = self.kernel([slot for _, slot in group], rows, [counts[key - base] for key, _ in group])
+                outputs.index_copy_(0, pairs, out)
+        self.dropped += len(keys) - computed
         return outputs.view(n, k, -1)
+
+    def _together(self, x: torch.Tensor, ids: list[list[int]], keys: list[int]) -> torch.Tensor:
+        """x [n, H], k ids a token -> [n, k, H]: copies of all of `keys`, in that order, computed once all are there."""
+        copies: list[list[torch.Tensor]] = []
+        arrived: list[int] = []
+        for batch in self.tier.lease(keys):
+            arrived += [key for key, _ in batch]
+            copies.append(self.kernel.copy([slot for _, slot in batch]))
+        self.dropped += len(keys) - len(arrived)
+        if arrived == keys and len(copies) == 1:
+            tensors = copies[0]
+        else:
+            place = {key: i for i, key in enumerate(arrived)}
+            order = torch.tensor([place[key] for key in keys], device=x.device)
+            tensors = [torch.cat(parts).index_select(0, order) for parts in zip(*copies, strict=True)]
+        outputs = self.kernel.together(tensors, x).flatten(0, 1)
+        n, none = x.shape[0], outputs.shape[0]
+        first = {key - self.layer * self.experts: i * n for i, key in enumerate(keys)}  # row of an expert's first token
+        rows = [first[i] + token if i < self.experts else none for token, chosen in enumerate(ids) for i in chosen]
+        if none in rows:
+            outputs = torch.cat((outputs, torch.zeros_like(x[:1])))
+        return outputs.index_select(0, torch.tensor(rows, device=x.device)).view(n, -1, x.shape[1])

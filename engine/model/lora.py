@@ -121,7 +121,9 @@ def place_lora(model: nn.Module, lora: Lora, path: Path) -> Lora:
         dtype = inner.dtype if isinstance(inner, Int4Matrix) else inner.weight.dtype
         layouts += [(tuple(half.shape), dtype) for half in (a, b)]
     memory = iter(empty_together(layouts, next(model.parameters()).device))
-    pairs = {name: (next(memory).copy_(a), next(memory).copy_(b.float() * lora.scale)) for name, (a, b) in places.items()}
+    pairs = {
+        name: (next(memory).copy_(a), next(memory).copy_(b.float() * lora.scale)) for name, (a, b) in places.items()
+    }
     return replace(lora, pairs=pairs, scale=1.0)
 
 

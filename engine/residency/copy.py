@@ -7,17 +7,19 @@ emulated link of set bandwidth and latency runs the very same orchestration.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.memory.arena import SlotArena
 from engine.residency.fetch import QueuedFetcher
 from engine.residency.tier import Tier
+
+_UNDER_WAY = 3
 
 
 class Mark(Protocol):
@@ -77,42 +79,38 @@ class CudaLink:
         self._stream.synchronize()
 
 
-class _HostMark:
-    """A mark that a thread of this process reaches."""
+class _Arrival:
+    """A mark that is reached at the time `at`, in seconds of time.perf_counter()."""
 
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-
-    def reach(self) -> None:
-        self._reached.set()
+    def __init__(self, at: float) -> None:
+        self.at = at
 
     def query(self) -> bool:
-        return self._reached.is_set()
+        return time.perf_counter() >= self.at
 
     def synchronize(self) -> None:
-        self._reached.wait()
+        while (rest := self.at - time.perf_counter()) > 0:
+            time.sleep(rest)
 
 
 class EmulatedLink:
-    """Copies within RAM, no faster than `bandwidth` bytes a second and no sooner than `latency_s` after they are
-    begun."""
+    """Copies within RAM at once; a copy has arrived when a link of `bandwidth` bytes a second and `latency_s` would have
+    delivered it after those before it."""
 
     name = "emulated"
 
     def __init__(self, bandwidth: float, latency_s: float = 0.0) -> None:
         self.bandwidth, self.latency_s = bandwidth, latency_s
-        self._queue: deque = deque()
-        self._wake = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
-        self._thread.start()
+        self._free_at = 0.0
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> _HostMark:
-        mark = _HostMark()
-        with self._wake:
-            self._queue.append((source, target, after, mark))
-            self._wake.notify()
-        return mark
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Mark | None) -> _Arrival:
+        if after is not None:
+            after.synchronize()
+        # Not torch's copy: its threads would be a second team beside those that compute, and OpenMP, which then counts more
+        # threads than cores, puts all of them to sleep at every barrier: computing took twice as long.
+        np.copyto(target.numpy(), source.numpy())
+        self._free_at = max(self._free_at, time.perf_counter()) + self.latency_s + source.numel() / self.bandwidth
+        return _Arrival(self._free_at)
 
     def order_compute(self, mark: Mark) -> None:
         mark.synchronize()
@@ -120,28 +118,8 @@ class EmulatedLink:
     def mark_compute(self) -> None:
         return None  # host computation is over when it returns
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._closed:
-                    self._wake.wait()
-                if not self._queue:
-                    return
-                source, target, after, mark = self._queue.popleft()
-            if after is not None:
-                after.synchronize()
-            began = time.perf_counter()
-            target.copy_(source)
-            rest = self.latency_s + source.numel() / self.bandwidth - (time.perf_counter() - began)
-            if rest > 0:
-                time.sleep(rest)
-            mark.reach()
-
     def close(self) -> None:
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
+        """Nothing is under way."""
 
 
 class CopyFetcher(QueuedFetcher):
@@ -158,22 +136,22 @@ class CopyFetcher(QueuedFetcher):
         self._copied: list[Mark | None] = [None] * arena.slots
         self._used: list[Mark | None] = [None] * arena.slots
         self._under_way: deque[tuple[Mark, Iterator, int]] = deque()
-        self._most = max(1, host.arena.slots // 2)  # copies under way; the other host slots are for reads
+        # Copies under way: enough that the link never waits for the next, few enough that urgent ones need not wait long.
+        self._most = min(_UNDER_WAY, max(1, host.arena.slots // 2))
 
     def submit(self, key: int, slot: int, ticket: int, urgency: int) -> None:
         """Also has the host tier fetch the record, so that reads of all queued experts overlap."""
         self.host.prefetch([key], self.host.clock + self.host.keys, urgency)
         super().submit(key, slot, ticket, urgency)
 
-    def transfer(self, key: int, slot: int) -> int:
+    def transfer(self, key: int, slot: int) -> None:
         lease = self.host.lease([key])
         [(_, host_slot)] = next(lease)
         source = self.host.arena.record(host_slot)
         mark = self.link.copy(source, self._arena.record(slot), self._used[slot])
         self._copied[slot] = mark
         self._under_way.append((mark, lease, source.numel()))
-        self._finish(wait=len(self._under_way) > self._most)
-        return source.numel()
+        self._finish(wait=len(self._under_way) >= self._most)
 
     def idle(self) -> None:
         """Nothing is queued: give the host slots of ended copies back."""
@@ -198,8 +176,9 @@ class CopyFetcher(QueuedFetcher):
     def _finish(self, wait: bool) -> None:
         """Close the leases of ended copies; with `wait`, of the oldest one at least."""
         while self._under_way and (wait or self._under_way[0][0].query()):
-            mark, lease, _ = self._under_way.popleft()
+            mark, lease, size = self._under_way.popleft()
             mark.synchronize()
+            self.meter.end(size)
             lease.close()
             wait = False
 

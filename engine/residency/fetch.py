@@ -75,8 +75,8 @@ class QueuedFetcher:
         self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def transfer(self, key: int, slot: int) -> int:
-        """Fill `slot` with expert `key`; return the bytes moved."""
+    def transfer(self, key: int, slot: int) -> int | None:
+        """Fill `slot` with expert `key`; the bytes moved, or None when they still move: then the meter is told later."""
         raise NotImplementedError
 
     def start(self, claim: Callable[[int, int], bool], done: Callable[[int, Exception | None], None]) -> None:
@@ -125,7 +125,8 @@ class QueuedFetcher:
                 size = self.transfer(key, slot)
             except Exception as caught:  # noqa: BLE001 - carried to the thread that waits for this expert
                 error = caught
-            self.meter.end(size)
+            if size is not None:
+                self.meter.end(size)
             done(slot, error)
 
     def close(self) -> None:

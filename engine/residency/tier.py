@@ -141,15 +141,16 @@ class Tier:
                 self._load(key, slot, deadline if urgency is None else urgency)
                 self._deadline[slot] = deadline
 
-    def protect(self, plan: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Keep those of `plan`, (step they are needed at, key) pairs, that are there or coming till then; the others."""
+    def absent(self, plan: list[tuple[int, int]], keep: bool) -> list[tuple[int, int]]:
+        """Those of `plan`, (step they are needed at, key) pairs, that have no slot; with `keep`, the others keep theirs till
+        then."""
         with self._lock:
             absent = []
             for deadline, key in plan:
                 slot = self._slot_of[key]
                 if slot == _NEVER:
                     absent.append((deadline, key))
-                else:
+                elif keep:
                     self._deadline[slot] = max(self._deadline[slot], deadline)
         return absent
 
