@@ -212,7 +212,8 @@ class Engine:
         """Before a reply in specter mode with free depth: give the draft's memory to the slots, or back, if that is faster."""
         if self.config.mode is not Mode.SPECTER or self._pace is None:
             return
-        was, parked = self.parking.parked, self.parking.decide(self._pace.seconds)
+        was = self.parking.parked
+        parked = self.parking.decide(self._pace.seconds if was else self._governor.seconds)
         if parked != was:
             new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
             self._become(self.config, new, parked)
@@ -464,8 +465,11 @@ class Engine:
         self._ledger.set("experts", 0)
 
     def _resolve_prefetch(self, config: EngineConfig) -> EngineConfig:
-        """`config` with `auto` decided. Raises ConfigError where gate look-ahead is asked for and cannot be."""
-        if config.prefetch == "auto":
+        """`config` with `auto` decided. Raises ConfigError where gate look-ahead is asked for and cannot be.
+
+        In specter mode it stays `auto`: the draft's routes are the forecast, and what was not drafted comes on demand.
+        """
+        if config.prefetch == "auto" and config.mode is not Mode.SPECTER:
             return replace(config, prefetch="gate" if self.supports_gate else "none")
         if config.prefetch == "gate" and not self.supports_gate:
             raise ConfigError(f"{self.info.architecture} has no router to ask a layer ahead: choose prefetch none")

@@ -32,7 +32,8 @@ ARMS = {
     "no prefetch": (Mode.SPECTER, "none", "auto"),
     "Specter": (Mode.SPECTER, "auto", "auto"),
 }
-_SETTLING, _BELIEVED = 3, 24  # replies before Specter is timed: with its draft, without it, as it then prefers; their tokens
+# Before Specter is timed it gets three replies: to learn, to measure itself, and to measure decoding without a draft.
+_SETTLING, _SETTLING_TOKENS = 3, 20
 
 
 @dataclass
@@ -83,7 +84,7 @@ def run_specter(
                 bandwidths.append(raw_bandwidth(store / info.experts_file, info.layout.record_bytes, config.read_threads))
                 _measure(engine, arms, memory, repeat, tokens, warm_up)
             moved[memory] = statistics.median(arms[0].bytes_per_token)
-            points += arms
+            points += _tell(arms)
     for memory in memories:
         for ratio in ratios:
             rate = int(moved[memory] / (ratio * alone))
@@ -91,11 +92,18 @@ def run_specter(
             with Engine(EngineConfig(**{**vars(config), "emulated_link": rate, "expert_memory": memory})) as engine:
                 for repeat in range(repeats):
                     _measure(engine, arms, memory, repeat, tokens, warm_up)
-            points += arms
+            points += _tell(arms)
     print_table(f"{name}, draft of {bits} bits; computing alone {alone * 1e3:.0f} ms a token", rows(points))
     return {"benchmark": "specter", "model": name, "machine": machine(), "tokens": tokens, "warm_up": warm_up,
             "draft_bits": bits, "draft_bytes": draft_bytes(info, bits), "expert_bytes": info.expert_bytes_total,
             "compute_seconds_per_token": compute, "raw_bandwidth": bandwidths, "points": [asdict(p) for p in points]}  # fmt: skip
+
+
+def _tell(arms: list[Arm]) -> list[Arm]:
+    """One line about a point that is done: all of them take a while."""
+    figures = ", ".join(f"{a.name} {statistics.median(a.seconds) * 1e3:.0f} ms" for a in arms)
+    print(f"{arms[0].memory}, {arms[0].place}: {figures}", flush=True)
+    return arms
 
 
 def reply(engine: Engine, prompt: int, tokens: int, warm_up: int, temperature: float = 0.0) -> Timed:
@@ -123,8 +131,8 @@ def _measure(engine: Engine, arms: list[Arm], memory: str, repeat: int, tokens: 
         engine.configure(expert_memory=memory, mode=mode, prefetch=prefetch, depth=depth)
         engine.parking.allowed = arm.name == "Specter"
         if engine.parking.allowed:
-            for settling in range(_SETTLING - 1):
-                reply(engine, repeat - 2 - settling, max(warm_up, _BELIEVED), 0)
+            for settling in range(_SETTLING):
+                reply(engine, repeat + 5 + settling, _SETTLING_TOKENS, 0)
         _record(engine, arm, reply(engine, repeat, tokens, warm_up))
 
 

@@ -19,6 +19,7 @@ from engine.config import MAX_DEPTH
 _NEWEST = 0.15  # weight of the newest window in what is measured
 _KEPT = 0.97  # of the calibration and the acceptances at every window
 _BINS = 10
+_BELIEVED = 6  # windows from which their speed is believed
 _FIRST = (4, 8, 0, 16)  # depths of the first windows, before anything is known
 _EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
 
@@ -62,6 +63,7 @@ class Governor:
         self.fixed, self.total = fixed, total
         self.now = fixed or 0  # depth of the present window
         self.windows = 0
+        self._chosen, self._chosen_s, self._chosen_tokens = 0, 0.0, 0.0  # windows that were no look around, with decay
         self._until_look, self._pause = _EXPLORE, _EXPLORE
         self._looking: int | None = None
         self._draft_s = 0.0  # of one draft token
@@ -111,6 +113,10 @@ class Governor:
         self.windows += 1
         self._until_look -= 1
         k, weight = window.proposed, max(_NEWEST, 1 / self.windows)
+        if self._looking is None:
+            self._chosen += 1
+            self._chosen_s = self._chosen_s * _KEPT + window.draft_s + window.verify_s
+            self._chosen_tokens = self._chosen_tokens * _KEPT + window.accepted + 1
         if k:
             self._draft_s += (window.draft_s / k - self._draft_s) * (weight if self._draft_s else 1)
             checked = min(window.accepted + 1, k)
@@ -119,7 +125,10 @@ class Governor:
             self._calibrate(window, checked)
         else:
             before = window.verify_s if self._plain_s is None else self._plain_s
-            self._plain_s = before + (window.verify_s - before) * max(_NEWEST, 0.25)
+            surprise = abs(window.verify_s - before) > 0.2 * before
+            # A look is rare: where it finds something new, what was known before is worth little, and the next one comes soon.
+            self._plain_s = before + (window.verify_s - before) * (0.5 if surprise else _NEWEST)
+            self._pause = _EXPLORE // 2 if surprise and self._looking == 0 else self._pause
         for i, union in enumerate((*cost.unions, cost.experts)[: MAX_DEPTH + 1]):
             self._unions[i] += (union - self._unions[i]) * (weight if self._unions[i] else 1)
         self._missing += (cost.fetched / max(1, cost.experts) - self._missing) * weight
@@ -134,6 +143,11 @@ class Governor:
             self._pause = _EXPLORE if not paid else self._pause
             self._pause = min(2 * self._pause, _EXPLORE_MOST)
             self._until_look = self._pause
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a token, over the windows that were no look around; None while they are few."""
+        return self._chosen_s / self._chosen_tokens if self._chosen >= _BELIEVED else None
 
     def measured(self) -> Measured:
         """What is known now."""

@@ -6,8 +6,6 @@ than on demand in the same memory. Changing empties the slots, so it is done bet
 
 from __future__ import annotations
 
-from collections import deque
-
 _LEAST = 12  # tokens of a reply from which its speed is believed
 _NEWEST = 0.5  # weight of the newest reply
 _MARGIN = 0.95  # the other way must have taken less than this share of the time
@@ -24,7 +22,7 @@ class Parking:
         self._pause = _PAUSE
 
     def decide(self, seconds: float | None) -> bool:
-        """Whether the next reply should be decoded without a draft, after one of `seconds` a token; None: it was too short."""
+        """Whether the next reply should be decoded without a draft, after one of `seconds` a token; None: not known yet."""
         if seconds is None or not self.allowed:
             return self.parked
         before = self._seconds.get(self.parked, seconds)
@@ -44,21 +42,18 @@ class Parking:
 
 
 class Pace:
-    """Seconds a token at the end of a reply: its beginning pays for slots that were empty or held something else."""
+    """Seconds a token of a reply."""
 
-    def __init__(self, last: int = 48) -> None:
-        self._times: deque[float] = deque(maxlen=last + 1)
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
         self._count = 0
 
     def add(self, now: float) -> None:
         """A token came."""
-        self._times.append(now)
+        self._first, self._last = self._first or now, now
         self._count += 1
 
     @property
     def seconds(self) -> float | None:
-        """Of a reply that was long enough, over its later half or its last tokens."""
-        if self._count < _LEAST:
-            return None
-        times = list(self._times)[-max(2, min(len(self._times), self._count // 2 + 1)) :]
-        return (times[-1] - times[0]) / (len(times) - 1)
+        """Between its tokens; None where there were too few."""
+        return (self._last - self._first) / (self._count - 1) if self._count >= _LEAST else None

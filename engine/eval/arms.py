@@ -32,8 +32,11 @@ class Arm:
 def make_arms(stores: Sequence[Path], mode: Mode | None = None, lora: bool = True) -> list[Arm]:
     """Every store on demand, then the last one with its prerouter, without and with the recovery LoRA.
 
-    mode: only the arms of this mode. lora: False leaves the arm with the LoRA out.
+    mode: only the arms of this mode; specter mode, whose tokens are the target's, is scored only when it is asked for. lora:
+    False leaves the arm with the LoRA out.
     """
+    if mode is Mode.SPECTER:
+        return [Arm(f"{read_info(store).expert_format} Specter", EngineConfig(str(store), mode=mode)) for store in stores]
     arms = [Arm(f"{read_info(store).expert_format} on demand", EngineConfig(str(store))) for store in stores]
     form, edge0 = read_info(stores[-1]).expert_format, replace(arms[-1].config, mode=Mode.EDGE0)
     arms.append(Arm(f"{form} + prerouter", replace(edge0, lora=False)))

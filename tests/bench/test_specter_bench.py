@@ -1,0 +1,46 @@
+"""The benchmarks of Specter mode measure what they say, on a small store with a tokenizer of words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.bench.specter import ARMS, CHANGES, FIXED, Arm, run_ablations, run_fidelity, run_specter, speed_up
+from tests.bench.test_edge0_bench import synthetic as synthetic  # noqa: PLC0414 - a fixture
+from tests.specter import drafted_copy
+
+
+@pytest.fixture(scope="module")
+def drafted(synthetic, tmp_path_factory):
+    return drafted_copy(synthetic, tmp_path_factory.mktemp("drafted") / "store", 3, 2)
+
+
+def test_every_arm_is_measured_at_every_point(drafted):
+    result = run_specter("small", drafted, repeats=2, tokens=6, warm_up=2, memories=("130%",), ratios=(2.0,), bits=3)
+    points = {(p["place"], p["name"]) for p in result["points"]}
+    assert points == {(place, name) for place in ("disk", "link, ratio 2") for name in ARMS}
+    assert all(len(p["seconds"]) == len(p["bytes_per_token"]) == 2 for p in result["points"])
+    assert 0 < result["draft_bytes"] < result["expert_bytes"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_every_ablation_changes_one_thing(drafted):
+    result = run_ablations("small", drafted, 1, 6, 0, memory="130%", ratio=2.0, bits=(3, 2))
+    assert [p["name"] for p in result["points"]] == ["Specter", *CHANGES, *(f"depth {d}" for d in FIXED), "2-bit draft"]
+    assert not any(any(p["parked"]) for p in result["points"])
+    json.dumps(result, allow_nan=False)
+
+
+def test_fidelity_is_told_by_kind_and_temperature(drafted):
+    result = run_fidelity("small", drafted, tokens=8, bits=(3,), depth=3)
+    assert len({(c["kind"], c["temperature"]) for c in result["cells"]}) == 5 * 3
+    for cell in result["cells"]:
+        assert 0 <= cell["same_sets"] <= cell["overlap"] <= 1 and 0 <= cell["recall"] <= 1
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_speed_up_is_over_the_faster_baseline_of_the_same_point():
+    points = [Arm("35%", "disk", "on demand", [4.0, 6.0]), Arm("35%", "disk", "gate look-ahead", [3.0, 5.0]),
+              Arm("45%", "disk", "on demand", [0.1, 0.1]), Arm("35%", "disk", "Specter", [1.0, 2.0])]  # fmt: skip
+    assert speed_up(points, points[-1], ("on demand", "gate look-ahead")) == [3.0, 2.5]
