@@ -21,7 +21,7 @@ from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
 from engine.decode.speculative import Tally, speculate
 from engine.decode.text import TextStream, template_opens_reasoning
-from engine.errors import BusyError, ConfigError
+from engine.errors import BusyError, ConfigError, PlanError
 from engine.forecast.draft import DraftRoutes
 from engine.forecast.gate import DemandForecast
 from engine.forecast.law import RoutingLaw
@@ -215,7 +215,11 @@ class Engine:
         was = self.parking.parked
         parked = self.parking.decide(self._pace.seconds if was else self._governor.seconds)
         if parked != was:
-            new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
+            try:
+                new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
+            except PlanError:  # memory became scarce since: a reply can still be made as things are
+                self.parking.parked = was
+                return
             self._become(self.config, new, parked)
             self.plan = new
 
@@ -481,7 +485,8 @@ class Engine:
         return make_plan(config.model, self.info, config, self._vocabulary, adapters, available, parked).require_fit()
 
     def _become(self, config: EngineConfig, plan: Plan, parked: bool = False) -> None:
-        """Leave the present mode for the one of `config`, with the slots of `plan`; unchanged if that cannot be had."""
+        """Leave the present mode for the one of `config`, with the slots of `plan`; unchanged if that cannot be had, and on
+        demand if it turns out only while a draft is loaded."""
         extras = self._modes.load(config, parked)
         self._modes.leave()
         self._modes.release(extras)
@@ -489,7 +494,12 @@ class Engine:
             if self._tier is not None:
                 self._detach()
             self._attach(config, plan)
-        self._modes.enter(config, self._tier, extras)
+        try:
+            self._modes.enter(config, self._tier, extras)
+        except Exception:
+            self.config = replace(config, mode=Mode.ON_DEMAND)
+            self._modes.enter(self.config, self._tier, None)
+            raise
         self._ledger.set("adapters", self._modes.adapter_bytes)
         self._ledger.set("draft", self._modes.draft_bytes)
 

@@ -381,30 +381,34 @@ def test_depth_0_is_plain_decoding(drafted, plain, specter):
 
 def test_a_draft_that_is_parked_gives_its_memory_to_the_slots(drafted, plain, specter):
     """With free depth an engine tries both ways; the tokens are always the same, and the memory never more."""
-    directory, wanted, seen = drafted(), greedy(plain(), PROMPT, 24), set()
+    directory, wanted, seen = drafted(), greedy(plain(), PROMPT, 32), set()
     engine = specter(directory, slots=6, depth="auto")
     budget = engine.plan.expert_budget_bytes
-    for _ in range(4):
+    for _ in range(8):  # how many it takes is a matter of time
         engine.reset()
-        parting = divergence(plain(), PROMPT, greedy(engine, PROMPT, 24), wanted)
+        parting = divergence(plain(), PROMPT, greedy(engine, PROMPT, 32), wanted)
         assert parting is None, parting
         stats = engine.stats()
         held = stats.active_bytes_by_kind
         assert (held["draft"] == 0) == stats.draft_parked
         assert held["draft"] + held["experts"] <= budget == stats.expert_budget_bytes
         seen.add(stats.draft_parked)
+        if len(seen) == 2:
+            break
     assert seen == {False, True}
     engine.configure(mode=Mode.ON_DEMAND)
     assert engine.stats().active_bytes_by_kind["draft"] == 0
-    assert greedy(engine, PROMPT, 24) == wanted
+    assert greedy(engine, PROMPT, 32) == wanted
 
 
 def test_a_change_that_does_not_fit_any_more_is_put_off(drafted, specter, monkeypatch):
     """Somebody else took the memory between two replies: the engine goes on as it is."""
     engine = specter(drafted(), slots=6, depth="auto")
-    wanted = greedy(engine, PROMPT, 24)
+    wanted = greedy(engine, PROMPT, 32)
     monkeypatch.setattr("engine.engine.available_memory", lambda device: 0)
-    assert greedy(engine, PROMPT, 24) == wanted
+    for _ in range(4):
+        assert greedy(engine, PROMPT, 32) == wanted
+    assert not engine.stats().draft_parked
 
 
 def test_the_ledger_counts_the_draft_in_memory(drafted, specter):

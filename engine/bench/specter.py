@@ -112,7 +112,7 @@ def reply(engine: Engine, prompt: int, tokens: int, warm_up: int, temperature: f
         if not count:
             continue
         engine.reset()
-        ids = engine.encode_chat([{"role": "user", "content": PROMPTS[number % len(PROMPTS)][1]}])
+        ids = encode(engine, PROMPTS[number % len(PROMPTS)][1])
         prefilled = None
         for _ in engine.complete(ids, GenerationConfig(max_tokens=count, temperature=temperature, seed=number)):
             prefilled = prefilled or engine.stats()
@@ -122,6 +122,11 @@ def reply(engine: Engine, prompt: int, tokens: int, warm_up: int, temperature: f
     accepted = sum(n * count for n, count in enumerate(stats.accepted_per_window)) / windows if windows else None
     return Timed(1 / stats.tok_s, (stats.bytes_read - prefilled.bytes_read) / decoded,
                  (stats.stall_s - prefilled.stall_s) / decoded, accepted, stats.forecast_recall, stats.draft_parked)  # fmt: skip
+
+
+def encode(engine: Engine, prompt: str) -> list[int]:
+    """Token ids of `prompt`; a synthetic store, whose tokenizer knows none of its words, gets some."""
+    return engine.encode_chat([{"role": "user", "content": prompt}]) or list(range(100, 108))
 
 
 def _measure(engine: Engine, arms: list[Arm], memory: str, repeat: int, tokens: int, warm_up: int) -> None:
@@ -218,13 +223,13 @@ def run_fidelity(name: str, store: Path, tokens: int, bits: tuple[int, ...], dep
     same sets: share of (token, layer) at which draft and target route the same tokens to the same experts; overlap: mean share
     of the target's experts that the draft names there; recall: the same for the experts of whole windows.
     """
-    config = EngineConfig(model=str(store), context=512, device="cpu", mode=Mode.SPECTER, depth=depth)
+    config = EngineConfig(model=str(store), context=512, device="cpu", mode=Mode.SPECTER, depth=depth, draft_bits=bits[0])
     cells = []
     with Engine(config) as engine:
         for draft_bits in bits:
             engine.configure(draft_bits=draft_bits)
             for kind, prompt in PROMPTS[: len(PROMPTS) // 2]:
-                ids = engine.encode_chat([{"role": "user", "content": prompt}])
+                ids = encode(engine, prompt)
                 for temperature in TEMPERATURES:
                     engine.reset()
                     settings = GenerationConfig(max_tokens=tokens, temperature=temperature, seed=1)

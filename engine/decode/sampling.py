@@ -61,6 +61,8 @@ class Sampler:
     def propose(self, logits: torch.Tensor, history: list[int]) -> tuple[int, torch.Tensor]:
         """A token for draft logits [1, V], and the distribution [1, V] that it was drawn from, or is the likeliest of."""
         q = self.probabilities(logits, history)
+        if not bool(torch.isfinite(q).all()):  # of a damaged draft: anything may be proposed, it is verified
+            q = torch.full_like(q, 1 / q.shape[-1])
         return int(q.argmax(dim=-1)) if self.greedy else self.draw(q), q
 
     @torch.inference_mode()

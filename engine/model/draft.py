@@ -47,6 +47,9 @@ class RecordExperts:
         rows = []
         for x, ids, w in zip(hidden_states.split(1), index.tolist(), weights, strict=True):
             chosen = [i for i, expert in enumerate(ids) if expert < self.experts]
+            if not chosen:
+                rows.append(torch.zeros_like(x[0]))
+                continue
             out = self.kernel.for_one_token([self.first + ids[i] for i in chosen], x)
             rows.append((out * w[chosen].unsqueeze(-1)).sum(dim=0))
         return torch.stack(rows).to(hidden_states.dtype)

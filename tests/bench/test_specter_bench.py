@@ -17,7 +17,7 @@ def drafted(synthetic, tmp_path_factory):
 
 
 def test_every_arm_is_measured_at_every_point(drafted):
-    result = run_specter("small", drafted, repeats=2, tokens=6, warm_up=2, memories=("130%",), ratios=(2.0,), bits=3)
+    result = run_specter("small", drafted, repeats=2, tokens=6, warm_up=2, memories=("90%",), ratios=(2.0,), bits=2)
     points = {(p["place"], p["name"]) for p in result["points"]}
     assert points == {(place, name) for place in ("disk", "link, ratio 2") for name in ARMS}
     assert all(len(p["seconds"]) == len(p["bytes_per_token"]) == 2 for p in result["points"])
@@ -26,8 +26,8 @@ def test_every_arm_is_measured_at_every_point(drafted):
 
 
 def test_every_ablation_changes_one_thing(drafted):
-    result = run_ablations("small", drafted, 1, 6, 0, memory="130%", ratio=2.0, bits=(3, 2))
-    assert [p["name"] for p in result["points"]] == ["Specter", *CHANGES, *(f"depth {d}" for d in FIXED), "2-bit draft"]
+    result = run_ablations("small", drafted, 1, 6, 0, memory="90%", ratio=2.0, bits=(2, 3))
+    assert [p["name"] for p in result["points"]] == ["Specter", *CHANGES, *(f"depth {d}" for d in FIXED), "3-bit draft"]
     assert not any(any(p["parked"]) for p in result["points"])
     json.dumps(result, allow_nan=False)
 
