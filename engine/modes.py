@@ -155,6 +155,7 @@ class Modes:
             remove_lora(self._model, list(adapters.lora.pairs))
         if self.forecast is not None:
             self.forecast.tier.forget_forecasts()
+            self.forecast.seams = []  # they hold it too: what it holds would stay until the cycle is collected
         self.forecast = None
         return self._draft.file if drafting else adapters
 
