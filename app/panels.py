@@ -156,11 +156,10 @@ def drafting(stats: EngineStats | None) -> dict | None:
     waited = min(stats.stall_s, stats.verify_s)
     times, whole = (stats.draft_s, stats.verify_s - waited, waited), stats.draft_s + stats.verify_s
     split = [round(time / whole, 3) for time in times] if whole else None
-    mean = sum(tokens * count for tokens, count in enumerate(counts)) / windows if windows else None
     return {
         "figures": {
             "draft_depth": {None: DASH, 0: "0, plain"}.get(stats.draft_depth, str(stats.draft_depth)),
-            "accepted": DASH if mean is None else f"{mean:.1f}",
+            "accepted": _rate(stats.mean_accepted),
             "recall": _share(stats.forecast_recall),
             "link": _LINKS[stats.link],
             **{f"{part}_share": DASH if split is None else f"{100 * split[i]:.0f} %" for i, part in enumerate(_SPLIT)},
@@ -241,8 +240,7 @@ def where_experts_are(plan: Plan | None) -> str:
 
 def _in_slots(plan: Plan) -> int:
     """Bytes for the experts themselves: of the memory for experts, what a draft leaves."""
-    others = (plan.resident_bytes, plan.draft_bytes, plan.adapter_bytes, plan.kv_bytes, plan.scratch_bytes)
-    return plan.total_bytes - sum(others)
+    return plan.expert_budget_bytes - plan.draft_bytes
 
 
 def _segment(name: str, label: str, size: int, share: float) -> str:

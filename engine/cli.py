@@ -153,11 +153,11 @@ def _prepare(args: argparse.Namespace) -> None:
     from engine.store.writer import prepare
 
     with _Bar() as bar:
-        path = prepare(args.source, args.destination, args.experts, bar.show, resident=args.resident, top_k=args.top_k,
-                       drafts=args.draft_bits or ())  # fmt: skip
+        path = prepare(args.source, args.destination, args.experts, bar.show, resident=args.resident, top_k=args.top_k)
         info = read_info(path)
-        if args.draft_bits is None and info.expert_format != "int4":  # a draft of 4 bits would be those experts again
-            build_draft(path, info, 4, bar.show)
+        suited = [] if info.expert_format == "int4" else [4]  # a draft of 4 bits would be int4 experts again
+        for bits in suited if args.draft_bits is None else args.draft_bits:
+            build_draft(path, info, bits, bar.show)
     _describe(path, args.json)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.config import EngineConfig, GenerationConfig, Mode
 from engine.decode.governor import Governor, Window
-from engine.decode.parking import Pace, Parking
+from engine.decode.parking import Parking, pace
 from engine.decode.plain import Stopped, decode, forward, prefill
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
@@ -144,7 +144,7 @@ class Engine:
         self, prompt: list[int], generation: GenerationConfig, limit: int, stop: threading.Event
     ) -> Iterator[Chunk]:
         request = self._request = _Request(len(prompt), time.perf_counter())
-        self._pace = Pace()
+        self._alike = True
         self._reset_counters()
         self._modes.forecast.reset()
         text = TextStream(self.tokenizer, generation.stop)
@@ -158,7 +158,6 @@ class Engine:
                 for token in tokens:
                     request.last = time.perf_counter()
                     request.first = request.first or request.last
-                    self._pace.add(request.last)
                     request.tokens += 1
                     reason = "stop" if token in self._end_ids else None
                     piece = "" if reason else text.push(token)
@@ -183,21 +182,6 @@ class Engine:
                 self._conversation.forget()
             self._ledger.set("kv", self._conversation.bytes())
 
-    @property
-    def tier(self) -> Tier:
-        """Where the experts are computed from, for benchmarks and tests; another one after settings changed."""
-        return self._tier
-
-    @property
-    def forecast(self) -> DemandForecast:
-        """Who foresees in the present mode, for benchmarks and tests; another one after settings changed."""
-        return self._modes.forecast
-
-    @property
-    def governor(self) -> Governor:
-        """Who chooses the depth in specter mode; a new one after settings changed."""
-        return self._governor
-
     def _decode(
         self, logits: torch.Tensor, sampler: Sampler, history: list[int], limit: int, stop: threading.Event
     ) -> Iterator[int]:
@@ -210,10 +194,10 @@ class Engine:
 
     def _park(self) -> None:
         """Before a reply in specter mode with free depth: give the draft's memory to the slots, or back, if that is faster."""
-        if self.config.mode is not Mode.SPECTER or self._pace is None:
+        if self.config.mode is not Mode.SPECTER or not self._alike:
             return
-        was = self.parking.parked
-        parked = self.parking.decide(self._pace.seconds if was else self._governor.seconds)
+        was, last = self.parking.parked, self._request
+        parked = self.parking.decide(pace(last.first or 0, last.last or 0, last.tokens) if was else self._governor.seconds)
         if parked != was:
             try:
                 new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
@@ -229,7 +213,7 @@ class Engine:
         total = len(self.info.layers) * self.info.experts
         self._governor = Governor(None if depth == "auto" else depth, total)
         self.parking = Parking(depth == "auto")
-        self._pace: Pace | None = None  # of the last reply, when it was made as the engine is now configured
+        self._alike = False  # whether the last reply was made as the engine is now configured
 
     def _on_window(self, window: Window) -> None:
         self._request.tally.add(window)
@@ -307,6 +291,21 @@ class Engine:
             raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
 
     # -- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tier(self) -> Tier:
+        """Where the experts are computed from, for benchmarks and tests; another one after settings changed."""
+        return self._tier
+
+    @property
+    def forecast(self) -> DemandForecast:
+        """Who foresees in the present mode, for benchmarks and tests; another one after settings changed."""
+        return self._modes.forecast
+
+    @property
+    def governor(self) -> Governor:
+        """Who chooses the depth in specter mode; a new one after settings changed."""
+        return self._governor
 
     @property
     def supports_gate(self) -> bool:
@@ -500,8 +499,9 @@ class Engine:
             self.config = replace(config, mode=Mode.ON_DEMAND)
             self._modes.enter(self.config, self._tier, None)
             raise
-        self._ledger.set("adapters", self._modes.adapter_bytes)
-        self._ledger.set("draft", self._modes.draft_bytes)
+        finally:
+            self._ledger.set("adapters", self._modes.adapter_bytes)
+            self._ledger.set("draft", self._modes.draft_bytes)
 
     def _reset_counters(self) -> None:
         self._tier.reset_counters()

@@ -64,5 +64,11 @@ class EngineStats:
     link: str = "ssd"  # what experts come over: `ssd`, `pcie`, or `emulated`
     device_memory_bytes: int | None = None  # CUDA allocator, None on a machine without
 
+    @property
+    def mean_accepted(self) -> float | None:
+        """Draft tokens accepted of a window, on average; None before one."""
+        windows = sum(self.accepted_per_window)
+        return sum(tokens * n for tokens, n in enumerate(self.accepted_per_window)) / windows if windows else None
+
     def as_dict(self) -> dict:
         return asdict(self)

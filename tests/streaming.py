@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,6 +36,23 @@ def greedy(engine: Engine, prompt: list[int] = PROMPT, tokens: int = 12) -> list
 def streamed(engine: Engine) -> torch.nn.Module:
     """The transformers model inside an engine, its experts streamed."""
     return engine._model
+
+
+@contextmanager
+def out_of_luck(engine: Engine) -> Iterator[None]:
+    """Inside, the fourth forward raises RuntimeError in the second MoE layer, with the first one's keys and values cached."""
+    calls = []
+
+    def fail(*_) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of luck")
+
+    hook = streamed(engine).get_submodule(engine.info.layers[1]).register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def reference(checkpoint: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -30,6 +30,7 @@ from tests.streaming import (
     REPETITION,
     greedy,
     open_engine,
+    out_of_luck,
     reference,
     reference_greedy,
     stored_experts,
@@ -329,17 +330,8 @@ def test_a_read_that_fails_while_in_use(own_store):
 def test_an_error_inside_the_model_leaves_the_engine_usable(store):
     with open_engine(store("qwen2_moe"), 3) as engine:
         wanted = greedy(engine)
-        calls = []
-
-        def fail(*_):
-            calls.append(1)
-            if len(calls) == 4:
-                raise RuntimeError("out of luck")
-
-        hook = streamed(engine).get_submodule(engine.info.layers[1]).register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="out of luck"):
+        with out_of_luck(engine), pytest.raises(RuntimeError, match="out of luck"):
             greedy(engine)
-        hook.remove()
         assert greedy(engine) == wanted
         assert engine.stats().dropped == 0
 

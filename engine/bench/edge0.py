@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.bench.measure import Spread, Timed, generate, interpreter_rss, machine, print_table, raw_bandwidth
+from engine.bench.measure import Spread, Timed, generate, interpreter_rss, machine, print_table, raw_bandwidth, speed_up
 from engine.config import EngineConfig, Mode, format_size
 from engine.engine import Engine
 from engine.forecast.law import RoutingLaw
@@ -147,11 +147,6 @@ def _measure(engine, arms, memory, compute, bandwidth, tokens, warm_up, resident
         arm.agreement = stats.forecast_agreement
         arm.peak_active_bytes = max(arm.peak_active_bytes, stats.peak_active_bytes)
         arm.rss_bytes = max(arm.rss_bytes, psutil.Process().memory_info().rss)
-
-
-def speed_up(over: list[float], seconds: list[float]) -> list[float]:
-    """Repeat by repeat, from the seconds a token of two arms."""
-    return [slow / fast for slow, fast in zip(over, seconds, strict=True)]
 
 
 def _row(arm: Arm, seconds: dict[tuple[str, str], list[float]]) -> dict:

@@ -61,11 +61,22 @@ def generate(engine: Engine, prompt: list[int], tokens: int, warm_up: int) -> Ti
 
     Both start without a conversation cache; the experts' slots stay as the warm-up left them.
     """
-    for count in (warm_up, tokens + 1):
-        engine.reset()
-        prefilled = None
-        for _ in engine.complete(prompt, GenerationConfig(max_tokens=count, **SAMPLED)):
-            prefilled = prefilled or engine.stats()
+    complete(engine, prompt, GenerationConfig(max_tokens=warm_up, **SAMPLED))
+    return timed(engine, prompt, GenerationConfig(max_tokens=tokens + 1, **SAMPLED))
+
+
+def complete(engine: Engine, prompt: list[int], generation: GenerationConfig) -> EngineStats | None:
+    """Make a reply without a conversation cache; the statistics when its first token came."""
+    engine.reset()
+    prefilled = None
+    for _ in engine.complete(prompt, generation):
+        prefilled = prefilled or engine.stats()
+    return prefilled
+
+
+def timed(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Timed:
+    """`complete`, timed."""
+    prefilled = complete(engine, prompt, generation)
     stats = engine.stats()
     decoded = stats.completion_tokens - 1
     if decoded < 1:
@@ -73,6 +84,11 @@ def generate(engine: Engine, prompt: list[int], tokens: int, warm_up: int) -> Ti
     stall, read = stats.stall_s - prefilled.stall_s, stats.read_s - prefilled.read_s
     moved = (stats.bytes_read - prefilled.bytes_read) / decoded
     return Timed(1 / stats.tok_s, moved, stall / decoded, max(0.0, 1 - stall / read) if read > 0 else 1.0, stats)
+
+
+def speed_up(over: list[float], seconds: list[float]) -> list[float]:
+    """Repeat by repeat, from the seconds a token of two arms."""
+    return [slow / fast for slow, fast in zip(over, seconds, strict=True)]
 
 
 def raw_bandwidth(path: Path, record_bytes: int, threads: int, seconds: float = 1.5) -> float:

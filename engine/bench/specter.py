@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.bench.measure import Spread, machine, print_table, raw_bandwidth
+from engine.bench.measure import Spread, Timed, complete, machine, print_table, raw_bandwidth, speed_up, timed
 from engine.bench.prompts import PROMPTS
 from engine.config import EngineConfig, GenerationConfig, Mode
 from engine.engine import Engine
@@ -32,6 +32,7 @@ ARMS = {
     "no prefetch": (Mode.SPECTER, "none", "auto"),
     "Specter": (Mode.SPECTER, "auto", "auto"),
 }
+BASELINES = ("on demand", "gate look-ahead")
 # Before Specter is timed it gets three replies: to learn, to measure itself, and to measure decoding without a draft.
 _SETTLING, _SETTLING_TOKENS = 3, 20
 
@@ -50,18 +51,6 @@ class Arm:
     recall: list[float] = field(default_factory=list)
     parked: list[bool] = field(default_factory=list)
     least_s: float | None = None  # no schedule takes less time a token in this memory with this draft
-
-
-@dataclass(frozen=True)
-class Timed:
-    """Decoding of one reply alone, a token each: seconds, bytes moved, seconds stalled; accepted: drafts a window."""
-
-    seconds: float
-    bytes_per_token: float
-    stall_s: float
-    accepted: float | None
-    recall: float | None
-    parked: bool
 
 
 def run_specter(
@@ -106,22 +95,12 @@ def _tell(arms: list[Arm]) -> list[Arm]:
     return arms
 
 
-def reply(engine: Engine, prompt: int, tokens: int, warm_up: int, temperature: float = 0.0) -> Timed:
+def reply(engine: Engine, prompt: int, tokens: int, warm_up: int) -> Timed:
     """Time the decoding of `tokens` tokens of prompt number `prompt`, after one of `warm_up` tokens of the one before it."""
-    for number, count in ((prompt - 1, warm_up), (prompt, tokens)):
-        if not count:
-            continue
-        engine.reset()
-        ids = encode(engine, PROMPTS[number % len(PROMPTS)][1])
-        prefilled = None
-        for _ in engine.complete(ids, GenerationConfig(max_tokens=count, temperature=temperature, seed=number)):
-            prefilled = prefilled or engine.stats()
-    stats = engine.stats()
-    decoded = stats.completion_tokens - 1
-    windows = sum(stats.accepted_per_window)
-    accepted = sum(n * count for n, count in enumerate(stats.accepted_per_window)) / windows if windows else None
-    return Timed(1 / stats.tok_s, (stats.bytes_read - prefilled.bytes_read) / decoded,
-                 (stats.stall_s - prefilled.stall_s) / decoded, accepted, stats.forecast_recall, stats.draft_parked)  # fmt: skip
+    before, ids = (encode(engine, PROMPTS[number % len(PROMPTS)][1]) for number in (prompt - 1, prompt))
+    if warm_up:
+        complete(engine, before, GenerationConfig(max_tokens=warm_up, temperature=0))
+    return timed(engine, ids, GenerationConfig(max_tokens=tokens, temperature=0))
 
 
 def encode(engine: Engine, prompt: str) -> list[int]:
@@ -141,14 +120,15 @@ def _measure(engine: Engine, arms: list[Arm], memory: str, repeat: int, tokens: 
         _record(engine, arm, reply(engine, repeat, tokens, warm_up))
 
 
-def _record(engine: Engine, arm: Arm, timed: Timed) -> None:
-    arm.seconds.append(timed.seconds)
-    arm.bytes_per_token.append(timed.bytes_per_token)
-    arm.stall_s.append(timed.stall_s)
-    arm.parked.append(timed.parked)
-    if timed.accepted is not None and not timed.parked:
-        arm.accepted.append(timed.accepted)
-        arm.recall.append(timed.recall or 0.0)
+def _record(engine: Engine, arm: Arm, result: Timed) -> None:
+    stats = result.stats
+    arm.seconds.append(result.seconds)
+    arm.bytes_per_token.append(result.bytes_per_token)
+    arm.stall_s.append(result.stall_s)
+    arm.parked.append(stats.draft_parked)
+    if stats.mean_accepted is not None and not stats.draft_parked:
+        arm.accepted.append(stats.mean_accepted)
+        arm.recall.append(stats.forecast_recall or 0.0)
         arm.least_s = least_seconds(engine)
 
 
@@ -164,34 +144,30 @@ def least_seconds(engine: Engine) -> float:
     return min(bounds)
 
 
-def speed_up(points: list[Arm], arm: Arm, over: tuple[str, ...]) -> list[float]:
-    """Of `arm` over the fastest of the arms `over` at the same point, repeat by repeat."""
-    there = [p for p in points if (p.memory, p.place) == (arm.memory, arm.place) and p.name in over]
-    best = min(there, key=lambda p: statistics.median(p.seconds))
-    return [b / s for b, s in zip(best.seconds, arm.seconds, strict=True)]
+def baseline(points: list[Arm], arm: Arm) -> list[float]:
+    """Seconds a token, repeat by repeat, of the faster baseline at the point where `arm` was measured."""
+    there = [p.seconds for p in points if (p.memory, p.place) == (arm.memory, arm.place) and p.name in BASELINES]
+    return min(there, key=statistics.median)
 
 
 def rows(points: list[Arm]) -> list[dict]:
-    return [
-        {
-            "memory": arm.memory,
-            "place": arm.place,
-            "arm": arm.name,
-            "TPOT ms": Spread.of([s * 1e3 for s in arm.seconds]),
-            "x best baseline": Spread.of(speed_up(points, arm, ("on demand", "gate look-ahead"))),
-            "accepted": f"{statistics.median(arm.accepted):.1f}" if arm.accepted else "",
-            "recall": f"{statistics.median(arm.recall):.2f}" if arm.recall else "",
-            "parked": f"{sum(arm.parked)}/{len(arm.parked)}" if arm.name == "Specter" else "",
-            "at most": "" if arm.least_s is None else f"{_best(points, arm) / arm.least_s:.2f}",
-            "MB/token": f"{statistics.median(arm.bytes_per_token) / 1e6:.1f}",
-        }
-        for arm in points
-    ]  # fmt: skip
+    return [_row(arm, baseline(points, arm)) for arm in points]
 
 
-def _best(points: list[Arm], arm: Arm) -> float:
-    return min(statistics.median(p.seconds) for p in points
-               if (p.memory, p.place) == (arm.memory, arm.place) and p.name in ("on demand", "gate look-ahead"))  # fmt: skip
+def _row(arm: Arm, best: list[float]) -> dict:
+    """best: seconds a token of the faster baseline."""
+    return {
+        "memory": arm.memory,
+        "place": arm.place,
+        "arm": arm.name,
+        "TPOT ms": Spread.of([s * 1e3 for s in arm.seconds]),
+        "x best baseline": Spread.of(speed_up(best, arm.seconds)),
+        "accepted": f"{statistics.median(arm.accepted):.1f}" if arm.accepted else "",
+        "recall": f"{statistics.median(arm.recall):.2f}" if arm.recall else "",
+        "parked": f"{sum(arm.parked)}/{len(arm.parked)}" if arm.name == "Specter" else "",
+        "at most": f"{statistics.median(best) / arm.least_s:.2f}" if arm.least_s else "",  # 0 bounds nothing
+        "MB/token": f"{statistics.median(arm.bytes_per_token) / 1e6:.1f}",
+    }
 
 
 # -- ablations --------------------------------------------------------------------------------------------------------
@@ -339,7 +315,7 @@ def ablation_rows(points: list[Arm]) -> list[dict]:
         {
             "ablation": arm.name,
             "TPOT ms": Spread.of([s * 1e3 for s in arm.seconds]),
-            "of Specter's speed": Spread.of([w / s for w, s in zip(whole, arm.seconds, strict=True)]),
+            "of Specter's speed": Spread.of(speed_up(whole, arm.seconds)),
             "accepted": f"{statistics.median(arm.accepted):.1f}" if arm.accepted else "",
             "recall": f"{statistics.median(arm.recall):.3f}" if arm.recall else "",
             "stall ms": f"{statistics.median(arm.stall_s) * 1e3:.0f}",

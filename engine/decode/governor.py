@@ -19,6 +19,7 @@ from engine.config import MAX_DEPTH
 _NEWEST = 0.15  # weight of the newest window in what is measured
 _KEPT = 0.97  # of the calibration and the acceptances at every window
 _BINS = 10
+_DEPTHS = np.arange(MAX_DEPTH + 1)
 _BELIEVED = 6  # windows from which their speed is believed
 _FIRST = (4, 8, 0, 16)  # depths of the first windows, before anything is known
 _EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
@@ -77,7 +78,7 @@ class Governor:
         self._likely = 0.6 + 0.4 * (np.arange(_BINS) + 0.5) / _BINS
         self._seen, self._hits = np.full(_BINS, 2.0), 2 * self._likely
         self._times = np.zeros(MAX_DEPTH + 1)
-        self._tau = 0.0
+        self._best, self._tau = 0, 0.0  # the depth of the least time per token, and that time
         self._reach = 1.0  # how likely everything drafted so far is accepted
         self._confidences: list[float] = []
 
@@ -90,11 +91,13 @@ class Governor:
         if self.windows < len(_FIRST):
             self._looking = min(_FIRST[self.windows], most)
         elif self._until_look <= 0:
-            self._looking = min(4 if self._best() == 0 else 0, most)
+            self._looking = min(0 if self._best else 4, most)
         else:
             self._looking = None
-        wanted = self._best() if self._looking is None else self._looking
-        self.now = 0 if wanted == 0 else min(most, MAX_DEPTH) if self._looking is None else wanted
+        if self._looking is not None:
+            self.now = self._looking
+        else:
+            self.now = min(most, MAX_DEPTH) if self._best else 0  # `go_on` ends it
         return self.now
 
     def go_on(self, drafted: int, confidence: float) -> bool:
@@ -139,9 +142,8 @@ class Governor:
         self._moment = self._moment * _KEPT + features * window.verify_s
         self._estimate()
         if self._looking is not None and self.windows > len(_FIRST):
-            paid = (self._best() == 0) != (self._looking == 0)
-            self._pause = _EXPLORE if not paid else self._pause
-            self._pause = min(2 * self._pause, _EXPLORE_MOST)
+            found = bool(self._best) == bool(self._looking)  # what was looked at is the better way now
+            self._pause = min(2 * (_EXPLORE if found else self._pause), _EXPLORE_MOST)
             self._until_look = self._pause
 
     @property
@@ -151,13 +153,9 @@ class Governor:
 
     def measured(self) -> Measured:
         """What is known now."""
-        k = np.arange(MAX_DEPTH + 1)
-        return Measured(self._draft_s, self._fetch_s, tuple(self._all_unions()), tuple(1 + self._expected(k)))
+        return Measured(self._draft_s, self._fetch_s, tuple(self._all_unions()), tuple(1 + self._expected(_DEPTHS)))
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _best(self) -> int:
-        return int(np.argmin(self._times / (1 + self._expected(np.arange(MAX_DEPTH + 1)))))
 
     def _expected(self, drafts: np.ndarray) -> np.ndarray:
         """Tokens accepted of so many drafts: the sum of p^i."""
@@ -165,17 +163,18 @@ class Governor:
         return p * (1 - p**drafts) / (1 - p)
 
     def _estimate(self) -> None:
-        """Time of a window for every depth, and the least time per token."""
-        k = np.arange(MAX_DEPTH + 1)
+        """Time of a window for every depth, and where the least time per token is."""
         unions = self._all_unions()
         ridge = np.array([1e-2, 1e-1, 1e-2 * max(1.0, self._normal[2, 2])])  # keeps what windows alike cannot tell apart sane
         guess = np.array([0.0, 0.0, self._missing * self._fetch_s])
         weights = np.linalg.solve(self._normal + np.diag(ridge), self._moment + ridge * guess)
-        verify = np.stack((np.ones_like(k), 1 + k, unions), axis=1) @ np.maximum(weights, 0.0)
-        self._times = k * self._draft_s + verify
+        verify = np.stack((np.ones_like(_DEPTHS), 1 + _DEPTHS, unions), axis=1) @ np.maximum(weights, 0.0)
+        self._times = _DEPTHS * self._draft_s + verify
         if self._plain_s is not None:
             self._times[0] = self._plain_s
-        self._tau = float(np.min(self._times / (1 + self._expected(k))))
+        per_token = self._times / (1 + self._expected(_DEPTHS))
+        self._best = int(np.argmin(per_token))
+        self._tau = float(per_token[self._best])
 
     def _all_unions(self) -> np.ndarray:
         """Distinct experts of windows of all depths; those that were never seen grow on as the last ones did."""

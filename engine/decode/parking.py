@@ -41,19 +41,6 @@ class Parking:
         self.parked, self._since = not self.parked, 0
 
 
-class Pace:
-    """Seconds a token of a reply."""
-
-    def __init__(self) -> None:
-        self._first = self._last = 0.0
-        self._count = 0
-
-    def add(self, now: float) -> None:
-        """A token came."""
-        self._first, self._last = self._first or now, now
-        self._count += 1
-
-    @property
-    def seconds(self) -> float | None:
-        """Between its tokens; None where there were too few."""
-        return (self._last - self._first) / (self._count - 1) if self._count >= _LEAST else None
+def pace(first: float, last: float, tokens: int) -> float | None:
+    """Seconds a token of a reply whose `tokens` tokens came from time `first` to `last`; None where they were too few."""
+    return (last - first) / (tokens - 1) if tokens >= _LEAST else None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
@@ -108,8 +110,8 @@ class DraftRoutes(GateLookahead):
         """Begin fetching at most `most` absent experts, those that are needed soonest first."""
         now, self._absent = self._absent[: max(0, most)], self._absent[max(0, most) :]
         self._fetched += len(now)
-        for deadline in dict.fromkeys(deadline for deadline, _ in now):
-            self.tier.prefetch([key for due, key in now if due == deadline], deadline)
+        for deadline, group in groupby(now, key=itemgetter(0)):
+            self.tier.prefetch([key for _, key in group], deadline)
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -119,14 +121,12 @@ class DraftRoutes(GateLookahead):
             return
         keys = self.keys(layer, ids)
         self._window_used += len(keys)
+        self.tier.begin(keys)
         if self._named:
             self._used += len(keys)
             self._foreseen += sum(key in self._named for key in keys)
-            self.tier.begin(keys)
         elif self.gate:
-            super().on_routed(layer, moe_input, ids)
-        else:
-            self.tier.begin(keys)
+            self.look_beyond(layer, moe_input)
 
     @property
     def fetch_s(self) -> float:

@@ -46,6 +46,10 @@ class GateLookahead(DemandForecast):
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)
+        self.look_beyond(layer, moe_input)
+
+    def look_beyond(self, layer: int, moe_input: torch.Tensor) -> None:
+        """Look ahead to what follows `layer`, where it has a router of its own."""
         if layer + 1 < len(self.seams) and self.routing(layer + 1) is None:
             self.look_ahead(layer + 1, moe_input)
 

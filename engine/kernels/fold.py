@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-BITS = (4, 3, 2)
 _LOW, _ONE = 0x33, 0x11  # in both nibbles of a byte: bits 0 and 1; bit 0
 
 

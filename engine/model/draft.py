@@ -16,6 +16,7 @@ from engine.kernels.expert import ExpertKernel
 from engine.kernels.formats import MatrixFormat
 from engine.memory.arena import SlotArena
 from engine.model.experts import StreamedExperts
+from engine.model.resident import machine_packing
 from engine.store.draft import DraftFile
 from engine.store.layout import RecordLayout, StoreInfo
 from engine.store.verify import read_records
@@ -111,7 +112,7 @@ def load_draft(file: DraftFile, info: StoreInfo, activate: Activate, finish, dev
 
 
 def _for_device(layout: RecordLayout, device: torch.device) -> RecordLayout:
-    packing = int4.native_packing() if device.type == "cpu" else "plain"
+    packing = machine_packing(device)
     formats = {name: MatrixFormat.choose(form.kind, form.shape, packing) for name, form in layout.formats.items()}
     return RecordLayout(formats, layout.fields, layout.record_bytes)
 

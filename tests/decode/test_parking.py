@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.decode.parking import Pace, Parking
+from engine.decode.parking import Parking, pace
 
 
 def settle(parking: Parking, drafting: float, without: float, replies: int) -> list[bool]:
@@ -37,9 +37,5 @@ def test_a_draft_stays_while_its_speed_is_not_known_and_where_parking_is_not_all
 
 
 def test_pace_is_the_time_between_tokens_of_a_reply_that_is_long_enough():
-    pace = Pace()
-    for i in range(11):
-        pace.add(100 + 0.5 * i)
-    assert pace.seconds is None
-    pace.add(105.5)
-    assert pace.seconds == pytest.approx(0.5)
+    assert pace(100, 105, 11) is None
+    assert pace(100, 105.5, 12) == pytest.approx(0.5)

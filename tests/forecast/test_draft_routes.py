@@ -87,27 +87,26 @@ def test_what_is_needed_sooner_overtakes_what_was_named_sooner():
     assert [fetcher.fetch() for _ in range(3)] == [2, 3, 4]
 
 
-def test_named_experts_that_are_there_do_not_give_way():
-    """Of five that are resident two are named, those that were used longest ago."""
-    forecast, tier, fetcher = make(slots=5, resident=[0, 1, 2, 9, 18])
+def after_one_draft(keep: bool) -> set[int]:
+    """Keys that are resident when a window of one draft token has fetched what it could."""
+    forecast, tier, fetcher = make(slots=5, resident=[0, 1, 2, 9, 18], keep=keep)
     forecast.begin()
     route(forecast, [0, 1], [3, 4], [5, 6])
     forecast.drafted(0)
     forecast.end()
     while fetcher.queued():
         fetcher.fetch()
-    assert resident(tier) == {0, 1, 11, 12, 21}  # the last one named waits for a slot
+    return resident(tier)
+
+
+def test_named_experts_that_are_there_do_not_give_way():
+    """Of five that are resident two are named, those that were used longest ago."""
+    assert after_one_draft(keep=True) == {0, 1, 11, 12, 21}  # the last one named waits for a slot
 
 
 def test_without_keeping_they_do():
-    forecast, tier, fetcher = make(slots=5, resident=[0, 1, 2, 9, 18], keep=False)
-    forecast.begin()
-    route(forecast, [0, 1], [3, 4], [5, 6])
-    forecast.drafted(0)
-    forecast.end()
-    while fetcher.queued():
-        fetcher.fetch()
-    assert resident(tier) > {11, 12, 21, 22} and not {0, 1} < resident(tier)
+    there = after_one_draft(keep=False)
+    assert there > {11, 12, 21, 22} and not {0, 1} < there
 
 
 def test_verification_makes_room_for_the_rest():
