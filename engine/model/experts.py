@@ -8,14 +8,20 @@ depends on what was cached or which read came first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from engine.kernels.expert import ExpertKernel
+from engine.residency.misses import HostExperts
 from engine.residency.tier import Tier
 
 _FEW_TOKENS = 64  # up to which an expert has so few of them that the calls are the cost: a batch of experts shares them
+
+
+def _without(keys: list[int], others: list[int]) -> list[int]:
+    return [key for key in keys if key not in others] if others else keys
 
 
 class StreamedExperts(nn.Module):
@@ -30,6 +36,7 @@ class StreamedExperts(nn.Module):
         self.inner, self.layer, self.experts = inner, layer, experts
         self.tier: Tier | None = None
         self.kernel: ExpertKernel | None = None
+        self.host: HostExperts | None = None  # computes what is missing where it lies, where that may be
         self.draft: Callable[..., torch.Tensor] | None = None  # computes instead while the model drafts
         self.dropped = 0  # experts routed to and not computed; there is no way to drop one, and this proves it
 
@@ -39,13 +46,13 @@ class StreamedExperts(nn.Module):
         finish = inner.post_expert_norm if inner.has_post_expert_norm else None
         return inner._apply_gate if inner.has_gate else inner.act_fn, finish
 
-    def attach(self, tier: Tier, kernel: ExpertKernel) -> None:
-        """Compute from `tier` from now on."""
-        self.tier, self.kernel = tier, kernel
+    def attach(self, tier: Tier, kernel: ExpertKernel, host: HostExperts | None = None) -> None:
+        """Compute from `tier` from now on, and by `host` what it chooses."""
+        self.tier, self.kernel, self.host = tier, kernel, host
 
     def detach(self) -> None:
         """Hold no view of any slot any more."""
-        self.tier = self.kernel = None
+        self.tier = self.kernel = self.host = None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -68,7 +75,13 @@ class StreamedExperts(nn.Module):
         keys = list(dict.fromkeys(base + i for i in ids if i < self.experts))
         arrived: list[int] = []
         parts: list[torch.Tensor] = []
-        for batch in self.tier.lease(keys):
+        here = self.host.choose(dict.fromkeys(keys, 1)) if self.host else []
+
+        def meanwhile() -> None:
+            arrived.extend(here)
+            parts.append(self.host.compute(here, x.expand(len(here), -1), [1] * len(here)))
+
+        for batch in self.tier.lease(_without(keys, here), meanwhile if here else None):
             arrived += [key for key, _ in batch]
             parts.append(self.kernel.for_one_token([slot for _, slot in batch], x))
         self.dropped += len(keys) - len(arrived)
@@ -86,19 +99,26 @@ class StreamedExperts(nn.Module):
         base = self.layer * self.experts
         counts = torch.bincount(flat, minlength=self.experts)[: self.experts].tolist()
         keys = [base + expert for expert, count in enumerate(counts) if count]
-        if self.kernel.computes_together(len(keys), n):
+        here = self.host.choose({key: counts[key - base] for key in keys}) if self.host and n <= _FEW_TOKENS else []
+        if not here and self.kernel.computes_together(len(keys), n):
             return self._together(x, index.tolist(), keys)
         order = torch.argsort(flat, stable=True)  # (token, choice) pairs grouped by expert
         order = order[: sum(counts)]  # without those of no expert
         spans = dict(zip(keys, order.split([counts[key - base] for key in keys]), strict=True)) if keys else {}
         outputs, computed = x.new_zeros(n * k, x.shape[1]), 0
-        for batch in self.tier.lease(keys):
-            computed += len(batch)
+
+        def compute(group: list[int], by: Callable[..., torch.Tensor], names: list[int]) -> None:
+            """The experts `group`, which `by` knows as `names`, for all their tokens."""
+            nonlocal computed
+            computed += len(group)
+            pairs = torch.cat([spans[key] for key in group])
+            rows = x.index_select(0, pairs // k)
+            outputs.index_copy_(0, pairs, by(names, rows, [counts[key - base] for key in group]))
+
+        meanwhile = partial(compute, here, self.host.compute, here) if here else None
+        for batch in self.tier.lease(_without(keys, here), meanwhile):
             for group in [batch] if n <= _FEW_TOKENS else [[pair] for pair in batch]:
-                pairs = torch.cat([spans[key] for key, _ in group])
-                rows = x.index_select(0, pairs // k)
-                out = self.kernel([slot for _, slot in group], rows, [counts[key - base] for key, _ in group])
-                outputs.index_copy_(0, pairs, out)
+                compute([key for key, _ in group], self.kernel, [slot for _, slot in group])
         self.dropped += len(keys) - computed
         return outputs.view(n, k, -1)
 

@@ -14,6 +14,7 @@ from engine.memory.plan import Plan, available_memory
 from engine.model.experts import StreamedExperts
 from engine.residency.copy import CopyFetcher, CudaLink, EmulatedLink, Link
 from engine.residency.fetch import StoreFetcher
+from engine.residency.misses import HostExperts
 from engine.residency.policy import Lfru
 from engine.residency.tier import Tier
 from engine.store.layout import StoreInfo
@@ -26,8 +27,9 @@ _HOST_SHARE = 0.7  # of the free host memory, for the host tier below a device
 
 def build_tier(
     path: Path, info: StoreInfo, plan: Plan, config: EngineConfig, experts: StreamedExperts, device: torch.device
-) -> tuple[Tier, ExpertKernel]:
-    """The tier experts are computed from, and the kernel that computes from its slots.
+) -> tuple[Tier, ExpertKernel, HostExperts | None]:
+    """The tier experts are computed from, the kernel that computes from its slots, and who computes what is missing there
+    from the tier below, where that may be.
 
     experts: one of the model's, for what it does between and after the projections.
     """
@@ -44,7 +46,13 @@ def build_tier(
         tier = host_tier(path, info, plan.slots, config)
     if tier.all_resident:
         tier.prefetch(range(tier.keys), deadline=2**62)
-    return tier, ExpertKernel(info.layout, tier.arena, *experts.functions())
+    kernel = ExpertKernel(info.layout, tier.arena, *experts.functions())
+    # Over an emulated link the processor is the device as well: it would be the faster place for everything.
+    device_alone = config.misses == "copy" or (config.misses == "auto" and device.type != "cuda")
+    if device_alone or tier.all_resident or not isinstance(tier.fetcher, CopyFetcher):
+        return tier, kernel, None
+    below = ExpertKernel(info.layout, tier.fetcher.host.arena, kernel.activate, None)
+    return tier, kernel, HostExperts(tier, below, kernel.finish, info.hidden, config.misses == "cpu")
 
 
 def host_tier(path: Path, info: StoreInfo, slots: int, config: EngineConfig, pinned: bool = False) -> Tier:

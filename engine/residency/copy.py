@@ -158,6 +158,15 @@ class CopyFetcher(QueuedFetcher):
         while self._under_way:
             self._finish(wait=True)
 
+    @property
+    def under_way(self) -> int:
+        """Copies that have begun and not ended."""
+        return len(self._under_way)
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or bool(self._under_way)
+
     def in_flight(self, slot: int) -> bool:
         mark = self._copied[slot]
         return mark is not None and not mark.query()

@@ -13,7 +13,7 @@ import heapq
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ class TierCounters:
     hits: int = 0
     late: int = 0
     misses: int = 0
+    elsewhere: int = 0  # of the misses, those computed without a slot
     stall_s: float = 0.0
 
 
@@ -48,6 +49,7 @@ class Tier:
         self.horizon = horizon  # steps: a forecast for later than this evicts nobody yet
         self.counters = TierCounters()
         self.clock = 0
+        self.begins = True  # whether `begin` begins fetches; else it is decided at the lease what is fetched at all
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._slot_of = [_NEVER] * self.keys
@@ -72,9 +74,12 @@ class Tier:
 
     # -- use ---------------------------------------------------------------------------------------------------------
 
-    def lease(self, keys: list[int]) -> Iterator[list[tuple[int, int]]]:
+    def lease(
+        self, keys: list[int], meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[list[tuple[int, int]]]:
         """Yield batches of (key, slot) until each of the distinct `keys` came once: resident ones first, then as they
         arrive. A batch's slots are held until the next batch is asked for. More keys than slots is fine.
+        meanwhile: called once, when those that are there have been handed out, before any is waited for.
 
         Raises what the fetcher raised (ReadError) for an expert that could not be fetched.
         """
@@ -100,6 +105,9 @@ class Tier:
                             del held[key]
                         self._start(absent, waiting)
                         self._start_pending()
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
                 if not waiting and not absent:
                     return
                 ready = self._wait(waiting, absent)
@@ -114,7 +122,21 @@ class Tier:
             if keys:
                 self.policy.at(keys[0] // self.experts)
             self._begun.update(key for key in keys if self._slot_of[key] == _NEVER)
-        self.prefetch(keys, self.clock + 1, DEMAND)
+        if self.begins:
+            self.prefetch(keys, self.clock + 1, DEMAND)
+
+    def missing(self, keys: list[int]) -> list[int]:
+        """Those of `keys` whose fetch has not started."""
+        with self._lock:
+            return [key for key in keys if (slot := self._slot_of[key]) == _NEVER or self._state[slot] == QUEUED]
+
+    def elsewhere(self, keys: list[int]) -> None:
+        """`keys` of the layer being visited are computed without a slot: misses and uses all the same."""
+        with self._lock:
+            self.counters.misses += len(keys)
+            self.counters.elsewhere += len(keys)
+            self.policy.touch(keys, self.clock)
+            self._used_at[keys] = self._missed_at[keys] = self.clock
 
     def prefetch(self, keys: Iterable[int], deadline: int, urgency: int | None = None) -> None:
         """Have distinct `keys` in place by step `deadline`; those there are protected till they are used, or till then.
