@@ -316,6 +316,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="folder, prepared store or hub id")
     parser.add_argument("--mode", help="on-demand, edge0 or specter")
     parser.add_argument("--no-lora", action="store_true", help="edge0: leave the recovery LoRA off")
+    parser.add_argument("--depth", help="specter: draft tokens a window, or auto")
+    parser.add_argument("--draft-bits", type=int, help="specter: bits of the draft, 4, 3 or 2")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on")
     parser.add_argument("--auth", metavar="USER:PASSWORD", help="ask for this user name and password")

@@ -26,6 +26,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% (of the experts) or auto")
     p.add_argument("--mode", default="on-demand", help="on-demand, specter, or edge0 (with prerouter heads)")
     p.add_argument("--no-lora", action="store_true", help="edge0: leave the recovery LoRA off")
+    p.add_argument("--depth", default="auto", help="specter: draft tokens a window, 0 to 32, or auto")
+    p.add_argument("--draft-bits", type=int, default=4, help="specter: bits of the draft, 4, 3 or 2")
     p.add_argument("--context", type=int, default=4096, help="longest conversation and reply together, in tokens")
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; needs a password if not this computer's own"
@@ -80,7 +82,8 @@ def engine_config(backend: ModuleType, args: argparse.Namespace) -> EngineConfig
     """Raises ConfigError for a value that cannot be used."""
     mode = {mode.value: mode for mode in backend.Mode}.get(args.mode, args.mode)
     return backend.EngineConfig(model=args.model, expert_memory=args.expert_memory, context=args.context, mode=mode,
-                                lora=not args.no_lora)  # fmt: skip
+                                lora=not args.no_lora, depth=int(args.depth) if args.depth.isdigit() else args.depth,
+                                draft_bits=args.draft_bits)  # fmt: skip
 
 
 def announce(url: str, host: str, access: share.Access) -> None:

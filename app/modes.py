@@ -48,7 +48,7 @@ MODES = {
         draft=True,
     ),
 }
-PREFETCH = {"gate": "The next layer's gate", "none": "Nobody"}
+PREFETCH = {"auto": "Whatever is faster", "gate": "The next layer's gate", "none": "Nobody"}
 DEPTHS = (2, 4, 8, 16)  # to choose from, beside the governor's own choice
 DRAFT_BITS = (4, 3, 2)
 _FORMATS = {"bf16": "at full precision", "int8": "rounded to 8 bits", "int4": "rounded to 4 bits"}
@@ -94,7 +94,7 @@ def _card(name: str, choices: Choices) -> str:
 def _ahead(mode: Described, choices: Choices) -> str:
     if mode.ahead is not None:
         return _option("Who looks ahead", "Set by the mode", f'<em class="or-fixed">{mode.ahead}</em>')
-    able = {"gate": choices.gate, "none": True}
+    able = {"auto": True, "gate": choices.gate, "none": True}
     radios = "".join(_radio("prefetch", name, title, name == choices.config.prefetch, able[name])
                      for name, title in PREFETCH.items())  # fmt: skip
     hint = ("The words are the same either way; looking ahead hides reading behind computing" if choices.gate

@@ -14,6 +14,7 @@ from engine.config import (
     DEFAULT_MODEL,
     DRAFT_BITS,
     EXPERT_FORMATS,
+    MISSES,
     PREFETCH,
     RESIDENT,
     EngineConfig,
@@ -126,7 +127,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--expert-memory", default="auto", help="64MiB, 1.5GiB, 25%% of the experts' bytes, or auto")
     command.add_argument("--context", type=int, default=defaults.context, help="tokens of prompt and reply to plan for")
     command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
-    command.add_argument("--prefetch", choices=("auto", *PREFETCH), default=defaults.prefetch)
+    command.add_argument("--prefetch", choices=PREFETCH, default=defaults.prefetch)
     command.add_argument("--no-lora", dest="lora", action="store_false", help="edge0: leave the recovery LoRA off")
     command.add_argument("--depth", default=defaults.depth, type=_depth, help="specter: draft tokens a window, or auto")
     command.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, default=defaults.draft_bits, help="specter: of the draft")
@@ -134,13 +135,15 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     command.add_argument("--read-threads", type=int, default=defaults.read_threads)
     command.add_argument("--host-memory", default=defaults.host_memory, help="CUDA: host memory for experts, or auto")
+    command.add_argument("--misses", choices=MISSES, default=defaults.misses,
+                         help="CUDA: copy missing experts, or compute them on the CPU")  # fmt: skip
     command.add_argument("--page-cache", action="store_true", help="read through the system's page cache")
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(args.model, args.expert_memory, args.context, Mode(args.mode), args.prefetch, args.lora,
-                        args.depth, args.draft_bits,
-                        args.resident, args.device, args.page_cache, args.read_threads, args.host_memory)  # fmt: skip
+                        args.depth, args.draft_bits, args.resident, args.device,
+                        args.page_cache, args.read_threads, args.host_memory, args.misses)  # fmt: skip
 
 
 def _print_json(value: dict) -> None:

@@ -26,10 +26,11 @@ class Mode(str, Enum):
     SPECTER = "specter"
 
 
-PREFETCH = ("none", "gate")
+PREFETCH = ("auto", "gate", "none")
 RESIDENT = ("native", "int4")
 EXPERT_FORMATS = ("bf16", "int8", "int4")
 DRAFT_BITS = (4, 3, 2)
+MISSES = ("copy", "cpu", "auto")
 MAX_DEPTH = 32  # draft tokens a window
 
 
@@ -75,7 +76,8 @@ class EngineConfig:
     mode: `on-demand` routes as the model was trained to; `edge0` routes by the model's prerouter heads, one token ahead;
         `specter` lets a draft of the model speculate and verifies every token.
     prefetch: `gate` looks the next layer's own gate up early, `none` fetches on demand; both give the same tokens. `auto`
-        is `gate` where the architecture allows it. In specter mode `none` also keeps the draft's routes from fetching.
+        measures both while decoding and goes on with the faster one. In specter mode it is the draft's routes that fetch, or do
+        not, and `gate` also looks ahead where nothing was drafted.
     lora: in edge0 mode, apply the recovery LoRA that belongs to the heads; the other modes never do.
     depth: in specter mode, draft tokens a window, 0 to 32; `auto` lets the governor choose for every window.
     draft_bits: in specter mode, bits of the draft's experts: 4, 3 or 2.
@@ -86,6 +88,9 @@ class EngineConfig:
     read_threads: concurrent reads of the store.
     host_memory: on CUDA, bytes of host memory that hold experts between the SSD and the device; `auto` takes most of
         what is free. On the CPU experts are computed from host memory, and `expert_memory` is all there is to set.
+    misses: on CUDA, what becomes of an expert that is missing on the device: `copy` it there, compute it on the `cpu` from
+        host memory, or `auto`, whatever ends sooner by what both were measured to take. The result may differ in rounding.
+        Forwards of many tokens always copy. Over an emulated link `auto` copies; elsewhere there is nothing to choose.
     emulated_link: for benchmarks on the CPU: bytes a second (`800MB`) at which experts are copied to their slots from host
         memory that holds them all, in place of reading the store.
     """
@@ -103,11 +108,13 @@ class EngineConfig:
     page_cache: bool = False
     read_threads: int = 4
     host_memory: str | int = "auto"
+    misses: str = "auto"
     emulated_link: str | int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("prefetch", self.prefetch, ("auto", *PREFETCH))
+        _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("resident", self.resident, RESIDENT)
+        _one_of("misses", self.misses, MISSES)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.depth != "auto" and not (isinstance(self.depth, int) and 0 <= self.depth <= MAX_DEPTH):
             raise ConfigError(f"depth '{self.depth}' is not possible: choose auto, or 0 to {MAX_DEPTH} draft tokens")

@@ -15,7 +15,7 @@ import torch
 
 from engine.config import EngineConfig, GenerationConfig, Mode
 from engine.decode.governor import Governor, Window
-from engine.decode.parking import Parking, pace
+from engine.decode.parking import Parking
 from engine.decode.plain import Stopped, decode, forward, prefill
 from engine.decode.reuse import Conversation
 from engine.decode.sampling import Sampler
@@ -67,6 +67,10 @@ class _Request:
     tokens: int = 0
     tally: Tally = field(default_factory=Tally)  # of speculation
 
+    def spent(self) -> tuple[float, int]:
+        """(seconds, tokens) of decoding after the first token."""
+        return (self.last - self.first, self.tokens - 1) if self.tokens > 1 else (0.0, 0)
+
 
 def plan(config: EngineConfig) -> Plan:
     """What `config` would use and whether it fits; nothing is loaded. Raises StoreError or ConfigError for bad
@@ -99,12 +103,12 @@ class Engine:
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
         self._modes = Modes(self._path, self.info, self._model, self._experts)
         self._conversation = Conversation(self._model.config, prefill_chunk(self.info))
-        self._end_ids = end_ids(self._model, self.tokenizer)
+        self._end_ids = end_ids(self._path, self._model, self.tokenizer)
         self._busy = threading.Lock()
         self._tier = None
         self._request = _Request(0, time.perf_counter())
-        self.config = self._resolve_prefetch(config)
-        self._become(self.config, self.plan)
+        self._check_prefetch(config)
+        self._become(config, self.plan)
         self._speculate_anew()
 
     # -- generating --------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class Engine:
         if self.config.mode is not Mode.SPECTER or not self._alike:
             return
         was, last = self.parking.parked, self._request
-        parked = self.parking.decide(pace(last.first or 0, last.last or 0, last.tokens) if was else self._governor.seconds)
+        parked = self.parking.decide(*last.spent() if was else self._governor.spent())
         if parked != was:
             try:
                 new = self._plan(self.config, available_memory(self._device) + self._ledger.active, parked)
@@ -217,7 +221,7 @@ class Engine:
 
     def _on_window(self, window: Window) -> None:
         self._request.tally.add(window)
-        self._governor.learn(window, self._modes.forecast.cost())
+        self._governor.learn(window, self._modes.forecast.on_window(window))
 
     def _on_forward(self, tokens: int, decoding: bool) -> None:
         self._modes.forecast.on_forward(decoding)
@@ -328,7 +332,7 @@ class Engine:
             tok_s=(request.tokens - 1) / decode_s if decode_s > 0 else None,
             prefill_tok_s=fresh / (prefilled - request.began) if prefilled and fresh else None,
             mode=self.config.mode.value,
-            prefetch=self.config.prefetch,
+            prefetch=getattr(self._modes.forecast, "prefetch", "none"),
             expert_format=self.info.expert_format,
             routing="prerouter" if self.config.mode is Mode.EDGE0 else "router",
             lora=self._modes.lora,
@@ -336,6 +340,7 @@ class Engine:
             hits=counters.hits,
             late=counters.late,
             misses=counters.misses,
+            computed_on_host=counters.elsewhere,
             dropped=sum(experts.dropped for experts in self._experts),
             bytes_read=meter.bytes - self._bytes_before,
             read_s=read,
@@ -349,6 +354,7 @@ class Engine:
             rss_bytes=psutil.Process().memory_info().rss,
             device=str(self._device),
             link="pcie" if cuda else "ssd" if self.config.emulated_link is None else "emulated",
+            pinned=self._tier.fetcher.host.arena.pinned if cuda else None,
             device_memory_bytes=torch.cuda.memory_allocated(self._device) if cuda else None,
         )
 
@@ -404,7 +410,7 @@ class Engine:
                    "depth": depth, "draft_bits": draft_bits}  # fmt: skip
         wanted = replace(self.config, **{k: v for k, v in changes.items() if v is not None})
         with self._alone("change settings when it has ended"):
-            wanted = self._resolve_prefetch(wanted)
+            self._check_prefetch(wanted)
             new = self._plan(wanted, available_memory(self._device) + self._ledger.active)
             self._become(wanted, new)
             if _computing(wanted) != _computing(self.config):
@@ -454,9 +460,9 @@ class Engine:
 
     def _attach(self, config: EngineConfig, plan: Plan) -> None:
         """Build the tier a plan asks for and let the experts compute from it."""
-        self._tier, kernel = build_tier(self._path, self.info, plan, config, self._experts[0], self._device)
+        self._tier, kernel, host = build_tier(self._path, self.info, plan, config, self._experts[0], self._device)
         for experts in self._experts:
-            experts.attach(self._tier, kernel)
+            experts.attach(self._tier, kernel, host)
         self._ledger.set("experts", self._tier.arena.bytes)
         self._reset_counters()
 
@@ -467,16 +473,10 @@ class Engine:
         self._tier = None
         self._ledger.set("experts", 0)
 
-    def _resolve_prefetch(self, config: EngineConfig) -> EngineConfig:
-        """`config` with `auto` decided. Raises ConfigError where gate look-ahead is asked for and cannot be.
-
-        In specter mode it stays `auto`: the draft's routes are the forecast, and what was not drafted comes on demand.
-        """
-        if config.prefetch == "auto" and config.mode is not Mode.SPECTER:
-            return replace(config, prefetch="gate" if self.supports_gate else "none")
+    def _check_prefetch(self, config: EngineConfig) -> None:
+        """Raises ConfigError where gate look-ahead is asked for and cannot be."""
         if config.prefetch == "gate" and not self.supports_gate:
             raise ConfigError(f"{self.info.architecture} has no router to ask a layer ahead: choose prefetch none")
-        return config
 
     def _plan(self, config: EngineConfig, available: int | None, parked: bool = False) -> Plan:
         """The plan of `config`, which fits. Raises PlanError."""

@@ -16,6 +16,7 @@ from engine.forecast.gate import DemandForecast, GateLookahead
 from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
 from engine.forecast.prerouter import Prerouter, PrerouterForecast, load_prerouter
+from engine.forecast.trial import TrialLookahead
 from engine.model.draft import Draft, load_draft
 from engine.model.experts import StreamedExperts
 from engine.model.lora import PATTERN as LORA
@@ -124,7 +125,6 @@ class Modes:
 
     def enter(self, config: EngineConfig, tier: Tier, extras: Adapters | DraftFile | None) -> None:
         """Put the configured forecaster in front of the routers, and the LoRA on or the draft ready where there is one."""
-        gate = config.prefetch == "gate"
         if isinstance(extras, Adapters):
             self._adapters = extras
             self.forecast = PrerouterForecast(tier, extras.prerouter, extras.law)
@@ -134,13 +134,19 @@ class Modes:
             if self._draft is None:
                 device = next(self._model.parameters()).device
                 self._draft = load_draft(extras, self._info, *self._experts[0].functions(), device)
-            scheduling = Scheduling("none" if config.prefetch == "none" else "drafting")
-            self.forecast = DraftRoutes(tier, self._experts, self._draft, gate, scheduling)
+            scheduling = Scheduling({"none": "none", "gate": "drafting", "auto": "auto"}[config.prefetch])
+            self.forecast = DraftRoutes(tier, self._experts, self._draft, config.prefetch == "gate", scheduling)
         else:
-            self.forecast = GateLookahead(tier) if gate else DemandForecast(tier)
+            self.forecast = self._lookahead(config.prefetch)(tier)
         # Where nothing can be missing there is nothing to foresee.
         if extras is not None or (self.supports_gate and not tier.all_resident):
             self.forecast.seams = install(self._model, self._routers, self.forecast)
+
+    def _lookahead(self, prefetch: str) -> type[DemandForecast]:
+        """Who foresees where a model's own routers route."""
+        if prefetch == "auto" and self.supports_gate:
+            return TrialLookahead
+        return GateLookahead if prefetch == "gate" else DemandForecast
 
     def trace(self, watch: Callable[[int, torch.Tensor, Routing], None]) -> None:
         """Let `watch` see all routing of a model that is in no mode, until `leave`."""

@@ -11,9 +11,11 @@ class EngineStats:
 
     hit_rate: experts ready when asked / experts asked. `late` experts were in flight when asked (a prefetch that had
         started too late), `misses` were not even in flight; hits + late + misses = experts asked.
+    computed_on_host: of the misses, those that the processor computed instead of waiting for their copy to the device.
     dropped: experts that were routed to and not computed: always 0.
     read_s: wall time during which at least one read was in flight; stall_s: time the computation waited for a read.
     hidden_io: 1 - stall_s / read_s, or None when nothing was read.
+    prefetch: `gate` while the next layers' gates are looked up early, else `none`, now.
     routing: `router` when every layer routes itself, `prerouter` when heads route; lora: whether the recovery LoRA is on.
     forecast_agreement: in edge0 mode, mean share of a layer's forecast experts that its own router would have chosen too,
         looked up at some of the tokens; None elsewhere.
@@ -42,6 +44,7 @@ class EngineStats:
     hits: int = 0
     late: int = 0
     misses: int = 0
+    computed_on_host: int = 0
     dropped: int = 0
     bytes_read: int = 0
     read_s: float = 0.0
@@ -62,6 +65,7 @@ class EngineStats:
     rss_bytes: int | None = None
     device: str = "cpu"
     link: str = "ssd"  # what experts come over: `ssd`, `pcie`, or `emulated`
+    pinned: bool | None = None  # on CUDA, whether the host's experts lie in pinned memory, from where copies are faster
     device_memory_bytes: int | None = None  # CUDA allocator, None on a machine without
 
     @property

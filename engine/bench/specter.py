@@ -1,14 +1,16 @@
 """`bench specter`: Specter mode against streaming on demand and gate look-ahead, every arm in the same memory, the draft's bytes
 included.
 
-Arms are alternated within each repeat and decode the same prompts greedily. Over a link the bandwidth is set so that what on
-demand moves for a token takes so many times what computing it takes, at the same memory (the transfer : compute ratio).
+Every arm has an engine of its own; they are alternated within each repeat and decode the same prompts greedily. Over a link the
+bandwidth is set so that what on demand moves for a token takes so many times what computing it takes, at the same memory (the
+transfer : compute ratio).
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +35,9 @@ ARMS = {
     "Specter": (Mode.SPECTER, "auto", "auto"),
 }
 BASELINES = ("on demand", "gate look-ahead")
-# Before Specter is timed it gets three replies: to learn, to measure itself, and to measure decoding without a draft.
-_SETTLING, _SETTLING_TOKENS = 3, 20
+# Before a speculating arm is timed it gets two replies to learn and to be measured, and where the draft may be parked two more
+# to measure decoding without it.
+_SETTLING, _SETTLING_TOKENS = 2, 36
 
 
 @dataclass
@@ -65,34 +68,44 @@ def run_specter(
         engine.settle()
         for repeat in range(repeats):
             compute.append(reply(engine, repeat, tokens, warm_up).seconds)
-        alone = statistics.median(compute)
-        moved = {}
-        for memory in memories:
-            arms = [Arm(memory, "disk", arm) for arm in ARMS]
-            for repeat in range(repeats):
-                bandwidths.append(raw_bandwidth(store / info.experts_file, info.layout.record_bytes, config.read_threads))
-                _measure(engine, arms, memory, repeat, tokens, warm_up)
-            moved[memory] = statistics.median(arms[0].bytes_per_token)
-            points += _tell(arms)
+    alone = statistics.median(compute)
+    moved = {}
+    for memory in memories:
+        bandwidths.append(raw_bandwidth(store / info.experts_file, info.layout.record_bytes, config.read_threads))
+        arms = _point(config, memory, "disk", repeats, tokens, warm_up)
+        moved[memory] = statistics.median(arms[0].bytes_per_token)
+        points += arms
     for memory in memories:
         for ratio in ratios:
-            rate = int(moved[memory] / (ratio * alone))
-            arms = [Arm(memory, f"link, ratio {ratio:g}", arm) for arm in ARMS]
-            with Engine(EngineConfig(**{**vars(config), "emulated_link": rate, "expert_memory": memory})) as engine:
-                for repeat in range(repeats):
-                    _measure(engine, arms, memory, repeat, tokens, warm_up)
-            points += _tell(arms)
+            link = replace(config, emulated_link=int(moved[memory] / (ratio * alone)))
+            points += _point(link, memory, f"link, ratio {ratio:g}", repeats, tokens, warm_up)
     print_table(f"{name}, draft of {bits} bits; computing alone {alone * 1e3:.0f} ms a token", rows(points))
     return {"benchmark": "specter", "model": name, "machine": machine(), "tokens": tokens, "warm_up": warm_up,
             "draft_bits": bits, "draft_bytes": draft_bytes(info, bits), "expert_bytes": info.expert_bytes_total,
             "compute_seconds_per_token": compute, "raw_bandwidth": bandwidths, "points": [asdict(p) for p in points]}  # fmt: skip
 
 
-def _tell(arms: list[Arm]) -> list[Arm]:
-    """One line about a point that is done: all of them take a while."""
+def _point(config: EngineConfig, memory: str, place: str, repeats: int, tokens: int, warm_up: int) -> list[Arm]:
+    """Every arm at one memory and place, in an engine of its own, so that what it has learnt stays from repeat to repeat."""
+    arms = [Arm(memory, place, name) for name in ARMS]
+    with ExitStack() as engines:
+        pairs = [(engines.enter_context(_settled(config, arm, repeats)), arm) for arm in arms]
+        for repeat in range(repeats):
+            for engine, arm in pairs:
+                _record(engine, arm, reply(engine, repeat, tokens, warm_up))
     figures = ", ".join(f"{a.name} {statistics.median(a.seconds) * 1e3:.0f} ms" for a in arms)
-    print(f"{arms[0].memory}, {arms[0].place}: {figures}", flush=True)
+    print(f"{memory}, {place}: {figures}", flush=True)  # all the points take a while
     return arms
+
+
+def _settled(config: EngineConfig, arm: Arm, repeats: int) -> Engine:
+    """An engine for `arm`, which has learnt what it learns by replies to prompts that are not timed."""
+    mode, prefetch, depth = ARMS[arm.name]
+    engine = Engine(replace(config, expert_memory=arm.memory, mode=mode, prefetch=prefetch, depth=depth))
+    engine.parking.allowed = arm.name == "Specter"
+    for settling in range(_SETTLING * ((mode is Mode.SPECTER) + engine.parking.allowed)):
+        reply(engine, repeats + settling, _SETTLING_TOKENS, 0)
+    return engine
 
 
 def reply(engine: Engine, prompt: int, tokens: int, warm_up: int) -> Timed:
@@ -106,18 +119,6 @@ def reply(engine: Engine, prompt: int, tokens: int, warm_up: int) -> Timed:
 def encode(engine: Engine, prompt: str) -> list[int]:
     """Token ids of `prompt`; a synthetic store, whose tokenizer knows none of its words, gets some."""
     return engine.encode_chat([{"role": "user", "content": prompt}]) or list(range(100, 108))
-
-
-def _measure(engine: Engine, arms: list[Arm], memory: str, repeat: int, tokens: int, warm_up: int) -> None:
-    """One repeat: every arm once."""
-    for arm in arms:
-        mode, prefetch, depth = ARMS[arm.name]
-        engine.configure(expert_memory=memory, mode=mode, prefetch=prefetch, depth=depth)
-        engine.parking.allowed = arm.name == "Specter"
-        if engine.parking.allowed:
-            for settling in range(_SETTLING):
-                reply(engine, repeat + 5 + settling, _SETTLING_TOKENS, 0)
-        _record(engine, arm, reply(engine, repeat, tokens, warm_up))
 
 
 def _record(engine: Engine, arm: Arm, result: Timed) -> None:
@@ -257,7 +258,7 @@ def _at(shares: tuple[float, ...], positions: tuple[int, ...]) -> str:
 
 
 def _schedule(engine: Engine, **changes) -> None:
-    engine.forecast.scheduling = Scheduling(**changes)
+    engine.forecast.scheduling = Scheduling(**{"fetch": "drafting", **changes})
 
 
 def _use_lru(engine: Engine) -> None:
@@ -292,7 +293,7 @@ def run_ablations(
     arms |= {f"depth {depth}": (depth, bits[0], None) for depth in FIXED}
     arms |= {f"{b}-bit draft": ("auto", b, None) for b in bits[1:]}
     points = [Arm(memory, f"link, ratio {ratio:g}", label) for label in arms]
-    with Engine(EngineConfig(**{**vars(config), "emulated_link": rate, "expert_memory": memory})) as engine:
+    with Engine(replace(config, expert_memory=memory, emulated_link=rate)) as engine:
         for repeat in range(repeats):
             for arm in points:
                 depth, draft_bits, change = arms[arm.name]

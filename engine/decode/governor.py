@@ -20,8 +20,8 @@ _NEWEST = 0.15  # weight of the newest window in what is measured
 _KEPT = 0.97  # of the calibration and the acceptances at every window
 _BINS = 10
 _DEPTHS = np.arange(MAX_DEPTH + 1)
-_BELIEVED = 6  # windows from which their speed is believed
-_FIRST = (4, 8, 0, 16)  # depths of the first windows, before anything is known
+_FIRST = (4, 0, 8, 16)  # depths of the first windows, before anything is known
+_LOST = 1.3  # drafting takes so many times plain decoding's time: the first windows need not go on to find out
 _EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
 
 
@@ -64,7 +64,8 @@ class Governor:
         self.fixed, self.total = fixed, total
         self.now = fixed or 0  # depth of the present window
         self.windows = 0
-        self._chosen, self._chosen_s, self._chosen_tokens = 0, 0.0, 0.0  # windows that were no look around, with decay
+        self._first = list(_FIRST)  # still to come
+        self._spent_s, self._spent_tokens = 0.0, 0  # of windows that were no look around, since `spent` was asked last
         self._until_look, self._pause = _EXPLORE, _EXPLORE
         self._looking: int | None = None
         self._draft_s = 0.0  # of one draft token
@@ -88,8 +89,8 @@ class Governor:
         if self.fixed is not None:
             self.now = min(self.fixed, most)
             return self.now
-        if self.windows < len(_FIRST):
-            self._looking = min(_FIRST[self.windows], most)
+        if self._first:
+            self._looking = min(self._first[0], most)
         elif self._until_look <= 0:
             self._looking = min(0 if self._best else 4, most)
         else:
@@ -115,11 +116,11 @@ class Governor:
         """A window has ended."""
         self.windows += 1
         self._until_look -= 1
+        tau = self._tau
         k, weight = window.proposed, max(_NEWEST, 1 / self.windows)
         if self._looking is None:
-            self._chosen += 1
-            self._chosen_s = self._chosen_s * _KEPT + window.draft_s + window.verify_s
-            self._chosen_tokens = self._chosen_tokens * _KEPT + window.accepted + 1
+            self._spent_s += window.draft_s + window.verify_s
+            self._spent_tokens += window.accepted + 1
         if k:
             self._draft_s += (window.draft_s / k - self._draft_s) * (weight if self._draft_s else 1)
             checked = min(window.accepted + 1, k)
@@ -141,15 +142,26 @@ class Governor:
         self._normal = self._normal * _KEPT + np.outer(features, features)
         self._moment = self._moment * _KEPT + features * window.verify_s
         self._estimate()
-        if self._looking is not None and self.windows > len(_FIRST):
+        if self._first:
+            self._begin()
+        elif self._looking is not None:
             found = bool(self._best) == bool(self._looking)  # what was looked at is the better way now
             self._pause = min(2 * (_EXPLORE if found else self._pause), _EXPLORE_MOST)
-            self._until_look = self._pause
+            # It was faster just now, and what was known before says otherwise: one more look, at once.
+            promising = not found and (window.draft_s + window.verify_s) / (1 + window.accepted) < tau
+            self._until_look = 0 if promising else self._pause
 
-    @property
-    def seconds(self) -> float | None:
-        """Of a token, over the windows that were no look around; None while they are few."""
-        return self._chosen_s / self._chosen_tokens if self._chosen >= _BELIEVED else None
+    def _begin(self) -> None:
+        """One of the first windows has ended."""
+        self._first.pop(0)
+        if self._plain_s is not None and self._times[4] > _LOST * self._tau * (1 + self._expected(4)):
+            self._first = []
+
+    def spent(self) -> tuple[float, int]:
+        """(seconds, tokens) of the windows that were no look around, since this was asked last."""
+        result = self._spent_s, self._spent_tokens
+        self._spent_s, self._spent_tokens = 0.0, 0
+        return result
 
     def measured(self) -> Measured:
         """What is known now."""
@@ -157,7 +169,7 @@ class Governor:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _expected(self, drafts: np.ndarray) -> np.ndarray:
+    def _expected(self, drafts: np.ndarray | int) -> np.ndarray | float:
         """Tokens accepted of so many drafts: the sum of p^i."""
         p = min(self._accepted / self._checked, 0.99)
         return p * (1 - p**drafts) / (1 - p)

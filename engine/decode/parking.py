@@ -6,8 +6,7 @@ than on demand in the same memory. Changing empties the slots, so it is done bet
 
 from __future__ import annotations
 
-_LEAST = 12  # tokens of a reply from which its speed is believed
-_NEWEST = 0.5  # weight of the newest reply
+_LEAST, _MOST = 48, 256  # tokens from which a way's speed is believed, and so many of which are remembered
 _MARGIN = 0.95  # the other way must have taken less than this share of the time
 _PAUSE, _PAUSE_MOST = 16, 256  # replies between two looks at the slower way, and the most of them
 
@@ -17,30 +16,34 @@ class Parking:
 
     def __init__(self, allowed: bool) -> None:
         self.allowed, self.parked = allowed, False
-        self._seconds: dict[bool, float] = {}  # parked -> seconds a token
+        self._spent: dict[bool, tuple[float, float]] = {}  # parked -> seconds, tokens
         self._since = 0
         self._pause = _PAUSE
 
-    def decide(self, seconds: float | None) -> bool:
-        """Whether the next reply should be decoded without a draft, after one of `seconds` a token; None: not known yet."""
-        if seconds is None or not self.allowed:
+    def decide(self, seconds: float, tokens: float) -> bool:
+        """Whether the next reply should be decoded without a draft, after one whose `tokens` tokens took `seconds`."""
+        if not self.allowed:
             return self.parked
-        before = self._seconds.get(self.parked, seconds)
-        self._seconds[self.parked] = before + (seconds - before) * _NEWEST
+        before = self._spent.get(self.parked, (0.0, 0.0))
+        seconds, tokens = before[0] + seconds, before[1] + tokens
+        share = min(1.0, _MOST / max(1.0, tokens))
+        self._spent[self.parked] = seconds * share, tokens * share
         self._since += 1
-        other = self._seconds.get(not self.parked)
-        if other is None or other < _MARGIN * self._seconds[self.parked]:
+        mine, other = self._pace(self.parked), self._pace(not self.parked)
+        if mine is None:
+            return self.parked
+        if other is None or other < _MARGIN * mine:
             self._change()
         elif self._since > self._pause:
             self._pause = min(2 * self._pause, _PAUSE_MOST)
-            del self._seconds[not self.parked]  # too old to be believed
+            del self._spent[not self.parked]  # too old to be believed
             self._change()
         return self.parked
 
+    def _pace(self, parked: bool) -> float | None:
+        """Seconds a token of one way; None while too little is known of it."""
+        seconds, tokens = self._spent.get(parked, (0.0, 0.0))
+        return seconds / tokens if tokens >= _LEAST else None
+
     def _change(self) -> None:
         self.parked, self._since = not self.parked, 0
-
-
-def pace(first: float, last: float, tokens: int) -> float | None:
-    """Seconds a token of a reply whose `tokens` tokens came from time `first` to `last`; None where they were too few."""
-    return (last - first) / (tokens - 1) if tokens >= _LEAST else None

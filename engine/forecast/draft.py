@@ -15,22 +15,26 @@ from operator import itemgetter
 
 import torch
 
-from engine.decode.governor import Cost
+from engine.decode.governor import Cost, Window
 from engine.forecast.gate import GateLookahead
+from engine.forecast.trial import Trial
 from engine.model.draft import Draft, begin_drafting, end_drafting
 from engine.model.experts import StreamedExperts
 from engine.residency.tier import Tier
 
+_TURN = 32  # positions of a turn, in a trial of prefetching
+
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How the forecast is acted on; anything but the default is for ablations.
+    """How the forecast is acted on; `after`, not to keep and a barrier are for ablations.
 
-    fetch: `drafting`, `after` (nothing before drafting ends) or `none`. keep: what is named and there is not evicted before it
-    was verified. barrier: verification waits till everything named has arrived, instead of expert by expert.
+    fetch: `drafting`, `after` (nothing before drafting ends), `none`, or `auto`: `drafting` or `none`, by a trial. keep: what is
+    named and there is not evicted before it was verified. barrier: verification waits till everything named has arrived,
+    instead of expert by expert.
     """
 
-    fetch: str = "drafting"
+    fetch: str = "auto"
     keep: bool = True
     barrier: bool = False
 
@@ -47,6 +51,7 @@ class DraftRoutes(GateLookahead):
         super().__init__(tier)
         self.draft, self.gate, self.scheduling = draft, gate, scheduling
         self._targets = targets
+        self._trial = Trial(_TURN)
         self._drafting = False  # whether the model computes with the draft's experts
         self._draft_s = 0.0  # of one token, with decay
         self.reset()
@@ -93,7 +98,7 @@ class DraftRoutes(GateLookahead):
             self._named |= fresh
         self._unions.append(len(self._named))
         self._absent = sorted(self._absent + self.tier.absent(plan, self.scheduling.keep))
-        if self.scheduling.fetch == "drafting":
+        if self._fetches == "drafting":
             movable = (now - self._began + left * self._draft_s) / self.fetch_s if self.fetch_s else len(self._absent)
             self._fetch(int(movable) - self._fetched)
 
@@ -101,7 +106,7 @@ class DraftRoutes(GateLookahead):
         """The model computes with its own experts again."""
         end_drafting(self._targets)
         self._drafting, self._routes = False, []
-        if self.scheduling.fetch != "none":
+        if self._fetches != "none":
             self._fetch(len(self._absent))
         if self.scheduling.barrier:
             self.tier.settle()
@@ -139,8 +144,15 @@ class DraftRoutes(GateLookahead):
         """Share of the experts that verification ran which had been named by the draft; None before a window."""
         return self._foreseen / self._used if self._used else None
 
-    def cost(self) -> Cost:
-        """What the experts of the window that has just been verified cost."""
+    @property
+    def _fetches(self) -> str:
+        chosen = self.scheduling.fetch
+        return ("drafting" if self._trial.now else "none") if chosen == "auto" else chosen
+
+    def on_window(self, window: Window) -> Cost:
+        """What the experts of `window`, which has just been verified, cost."""
+        if window.proposed:  # its time for a position, which does not hang on how many were accepted
+            self._trial.add(window.draft_s + window.verify_s, 1 + window.proposed)
         moved = (self.tier.fetcher.meter.bytes - self._bytes_before) / self.tier.arena.record_bytes
         result = Cost(self._window_used, moved, self.fetch_s, tuple(self._unions))
         self._named, self._unions = set(), []

@@ -18,6 +18,8 @@ from engine.residency.tier import Tier
 class DemandForecast:
     """No forecast: as soon as a layer's routing is known its reads begin, before the block gets to its experts."""
 
+    prefetch = "none"  # who is asked for what a router has not said yet: `none`, or the next layer's `gate`
+
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.seams: list[RouterSeam] = []  # in layer order, given after they are installed
@@ -43,6 +45,8 @@ class DemandForecast:
 
 class GateLookahead(DemandForecast):
     """Also prefetches for the next layer."""
+
+    prefetch = "gate"
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)

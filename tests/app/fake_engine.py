@@ -180,7 +180,6 @@ class FakeEngine:
     tokenizer = None
 
     def __init__(self, backend: FakeBackend, config: EngineConfig) -> None:
-        config = replace(config, prefetch="gate") if config.prefetch == "auto" else config
         self.backend, self.config, self.plan = backend, config, backend.plan(config)
         self.closed = False
         self._busy = threading.Lock()
@@ -196,7 +195,8 @@ class FakeEngine:
         """The statistics that follow from the settings."""
         edge0 = self.config.mode is Mode.EDGE0
         fmt = next(info.expert_format for info in self.backend.models if info.name == self.config.model)
-        return {"mode": self.config.mode.value, "prefetch": self.config.prefetch, "expert_format": fmt,
+        ahead = "none" if self.config.prefetch == "none" else "gate"
+        return {"mode": self.config.mode.value, "prefetch": ahead, "expert_format": fmt,
                 "routing": "prerouter" if edge0 else "router",
                 "lora": edge0 and self.config.lora and not self.backend.no_lora,
                 "forecast_agreement": 0.871 if edge0 else None,

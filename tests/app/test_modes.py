@@ -37,7 +37,8 @@ def test_what_can_be_chosen_follows_from_the_mode():
     assert on_demand == {
         ("mode", "on-demand"): {"on": True, "able": True}, ("mode", "edge0"): {"on": False, "able": True},
         ("mode", "specter"): {"on": False, "able": True},
-        ("prefetch", "gate"): {"on": True, "able": True}, ("prefetch", "none"): {"on": False, "able": True}}  # fmt: skip
+        ("prefetch", "auto"): {"on": False, "able": True}, ("prefetch", "gate"): {"on": True, "able": True},
+        ("prefetch", "none"): {"on": False, "able": True}}  # fmt: skip
     html = modes.chooser(Choices(every, EngineConfig(mode=Mode.EDGE0)))
     assert "The prerouter heads" in html
     assert [key for key, state in buttons(html).items() if state["on"]] == [("mode", "edge0"), ("lora", "off")]
@@ -119,6 +120,10 @@ def test_the_command_line_sets_the_mode_or_refuses_it_readably(backend):
     assert (config().mode, config().lora) == (Mode.ON_DEMAND, True)
     chosen = config("--mode", "edge0", "--no-lora")
     assert (chosen.mode, chosen.lora) == (Mode.EDGE0, False)
-    assert config("--mode", "specter").mode is Mode.SPECTER
+    specter = config("--mode", "specter", "--depth", "6", "--draft-bits", "3")
+    assert (specter.mode, specter.depth, specter.draft_bits) == (Mode.SPECTER, 6, 3)
+    assert (config("--depth", "auto").depth, config().depth) == ("auto", "auto")
+    with pytest.raises(backend.ConfigError, match="depth 'deep' is not possible: choose auto"):
+        config("--depth", "deep")
     with pytest.raises(backend.ConfigError, match="mode 'edge' is unknown: choose from on-demand, edge0, specter"):
         config("--mode", "edge")

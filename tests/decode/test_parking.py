@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.decode.parking import Parking, pace
+from engine.decode.parking import Parking
+
+TOKENS = 60
 
 
-def settle(parking: Parking, drafting: float, without: float, replies: int) -> list[bool]:
+def settle(parking: Parking, drafting: float, without: float, replies: int, tokens: int = TOKENS) -> list[bool]:
     """What is decided after each of so many replies that take `drafting` or `without` seconds a token."""
-    return [parking.decide(without if parking.parked else drafting) for _ in range(replies)]
+    return [parking.decide(tokens * (without if parking.parked else drafting), tokens) for _ in range(replies)]
 
 
 @pytest.mark.parametrize(("drafting", "without", "parked"), [(1.0, 2.0, False), (2.0, 1.0, True)])
@@ -31,11 +33,18 @@ def test_it_follows_when_conditions_change():
     assert settle(parking, 1.0, 9.0, 4)[-1] is False
 
 
-def test_a_draft_stays_while_its_speed_is_not_known_and_where_parking_is_not_allowed():
-    assert Parking(allowed=True).decide(None) is False
+def test_short_replies_are_added_up_before_they_are_believed():
+    decisions = settle(Parking(allowed=True), 2.0, 1.0, 40, tokens=9)
+    assert decisions[:5] == [False] * 5
+    assert decisions[5:11] == [True] * 6
+    assert decisions[-10:] == [True] * 10
+
+
+def test_one_odd_reply_decides_nothing():
+    parking = Parking(allowed=True)
+    settle(parking, 1.0, 1.5, 12)
+    assert parking.decide(TOKENS * 2.0, TOKENS) is False
+
+
+def test_where_parking_is_not_allowed_the_draft_stays():
     assert settle(Parking(allowed=False), 9.0, 1.0, 5) == [False] * 5
-
-
-def test_pace_is_the_time_between_tokens_of_a_reply_that_is_long_enough():
-    assert pace(100, 105, 11) is None
-    assert pace(100, 105.5, 12) == pytest.approx(0.5)
