@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -81,6 +82,19 @@ def test_long_prompts_report_what_they_reused(store):
     with open_engine(store("qwen2_moe"), 3, chunk=8) as engine:
         greedy(engine, list(range(10, 60)))
         assert engine.stats().reused_tokens == 0  # though it was prefilled in pieces
+
+
+def test_every_end_token_of_the_generation_config_ends_a_reply(own_store, checkpoint):
+    """As with models whose config.json names one of several only."""
+    wanted = reference_greedy(reference(checkpoint("qwen2_moe")), PROMPT, 40)
+    directory = own_store("qwen2_moe")
+    for ends in ([wanted[3], wanted[5]], [wanted[5]]):
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with open_engine(directory, 3) as engine:
+            assert greedy(engine) == wanted[: 1 + min(map(wanted.index, ends))]
+    (directory / "generation_config.json").write_text("{")
+    with pytest.raises(StoreError, match="generation_config.json cannot be read"):
+        open_engine(directory, 3)
 
 
 def test_how_a_reply_ends(store, checkpoint):

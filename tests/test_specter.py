@@ -194,8 +194,7 @@ def test_an_end_token_inside_an_accepted_prefix_ends_the_reply(kind, drafted, pl
         if wanted[at] in wanted[:at]:
             continue
         directory = drafted_copy(drafted(kind), tmp_path / str(at))
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": wanted[at]}))
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": wanted[at]}))
         engine = specter(directory, depth=8)
         tokens, _, reason = reply(engine, LONG)
         assert (tokens, reason) == (wanted[: at + 1], "stop")

@@ -8,6 +8,8 @@ from torch import nn
 
 from engine.errors import StoreError
 
+GENERATION = "generation_config.json"
+
 
 def vocabulary_size(config) -> int:
     """Length of a row of logits of a model with this transformers configuration."""
@@ -25,8 +27,21 @@ def load_tokenizer(directory: Path):
                          "checkpoint that has its tokenizer files") from error  # fmt: skip
 
 
-def end_ids(model: nn.Module, tokenizer) -> set[int]:
-    """Token ids that end a reply: the generation config's and the tokenizer's."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
+def end_ids(directory: Path, model: nn.Module, tokenizer) -> set[int]:
+    """Token ids that end a reply: those of generation_config.json, else of the model's config, and the tokenizer's.
+
+    Raises StoreError when that file is damaged.
+    """
+    from transformers import GenerationConfig
+
+    ends = None
+    if (directory / GENERATION).is_file():
+        try:
+            ends = GenerationConfig.from_pretrained(directory).eos_token_id
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{directory / GENERATION} cannot be read ({str(error).splitlines()[0]}): prepare the model "
+                             "again") from error  # fmt: skip
+    if ends is None:
+        ends = getattr(model.generation_config, "eos_token_id", None)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     return {*ends, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
