@@ -8,16 +8,22 @@ A weight W [N, K] is quantised in groups of G along K: W ~ (q - 8) * scale + zer
 - `avx512`, `avx2`: what torch's `_weight_int4pack_mm_for_cpu` reads on a processor with that capability (PyTorch,
   aten/src/ATen/native/cpu/int4mm_kernel.cpp). Rows in blocks of 64 or 32; needs N % 16 == 0 and G in 32, 64, 128, 256.
 
+- `tensor_core`: what torch's `_weight_int4pack_mm` reads on CUDA from compute capability 8.0 on. Made by torch, on the device,
+  and never unpacked: for what is packed anew at every load. Needs N % 8 == 0, K % 128 == 0 and G in 32, 64, 128, 256.
+
 The processor-dependent packings are computed here, not asked of torch, so that a store written on one machine can be
 repacked on another.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 GROUP_SIZES = (64, 32, 16, 8, 4, 2)
 _CPU_BLOCK = {"avx512": 64, "avx2": 32}
+_TILES = 8  # of 16 weights along K, side by side in `tensor_core`
 _AT_ONCE = 2**24  # weights unpacked at a time: what a large matrix takes beside its own bytes stays small
 
 
@@ -27,14 +33,34 @@ def native_packing() -> str:
     return capability if capability in _CPU_BLOCK else "plain"
 
 
+@cache
+def loading_packing(device: torch.device) -> str:
+    """The fastest packing for what is packed anew for `device` at every load: found out by a product where that is CUDA."""
+    if device.type == "cpu":
+        return native_packing()
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "plain"
+    q = torch.arange(16 * 128, dtype=torch.int64, device=device).remainder(16).to(torch.uint8).view(16, 128)
+    scales = torch.full((2, 16, 2), 0.5, dtype=torch.bfloat16, device=device)
+    x = torch.linspace(-1, 1, 256, dtype=torch.bfloat16, device=device).view(2, 128)
+    wanted = x.float() @ _scale(q, scales).t()
+    try:
+        got = matmul(x, pack(q, "tensor_core"), scales, "tensor_core").float()
+    except RuntimeError:  # a torch without this kernel
+        return "plain"
+    return "tensor_core" if (got - wanted).norm() < 0.02 * wanted.norm() else "plain"
+
+
 def choose_group(in_features: int) -> int:
     """The largest supported group that divides `in_features`; the whole row when none does."""
     return next((g for g in GROUP_SIZES if in_features % g == 0), in_features)
 
 
 def choose_packing(shape: tuple[int, int], group: int, packing: str) -> str:
-    """`packing` where the CPU kernel can multiply a matrix of this [N, K] shape, else `plain`."""
-    return packing if shape[0] % 16 == 0 and group in (32, 64, 128, 256) else "plain"
+    """`packing` where its kernel can multiply a matrix of this [N, K] shape, else `plain`."""
+    rows, columns = (8, 16 * _TILES) if packing == "tensor_core" else (16, 1)
+    able = shape[0] % rows == 0 and shape[1] % columns == 0 and group in (32, 64, 128, 256)
+    return packing if able else "plain"
 
 
 def _blocks(rows: int, packing: str) -> list[tuple[int, int, list[int], list[int]]]:
@@ -59,6 +85,9 @@ def pack(q: torch.Tensor, packing: str) -> torch.Tensor:
     rows, columns = q.shape
     if packing == "plain":
         return q[:, 0::2] | (q[:, 1::2] << 4)
+    if packing == "tensor_core":
+        pairs = (q[:, 0::2] << 4) | q[:, 1::2]
+        return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _TILES).view(torch.uint8).view(rows, columns // 2)
     parts = []
     for first, n, low, high in _blocks(rows, packing):
         block = q[first : first + n]
@@ -156,12 +185,17 @@ def _fit(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, tor
 def matmul(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, packing: str) -> torch.Tensor:
     """x [n, K] times W^T for a packed W [N, K] -> [n, N] in x.dtype.
 
-    Uses torch's packed CPU kernel where the packing is this processor's, else dequantises and multiplies.
+    Uses torch's packed kernel where the packing is this processor's or `tensor_core`, else dequantises and multiplies.
     """
     if packing != "plain" and x.device.type == "cpu" and packing == native_packing():
         group = packed.shape[1] * 2 // scales_and_zeros.shape[0]
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, group, scales_and_zeros)
         return out.to(x.dtype)
+    if packing == "tensor_core":
+        rows, columns = packed.shape[0], packed.shape[1] * 2
+        tiles = packed.view(torch.int32).view(rows // 8, columns // (16 * _TILES), 32, _TILES // 2)
+        group = columns // scales_and_zeros.shape[0]
+        return torch.ops.aten._weight_int4pack_mm(x.to(torch.bfloat16), tiles, group, scales_and_zeros).to(x.dtype)
     parts = [
         torch.nn.functional.linear(x, dequantise(packed[rows], scales_and_zeros[:, rows], packing).to(x.dtype))
         for rows in row_blocks(packed.shape[0], packed.shape[1] * 2)

@@ -16,7 +16,6 @@ from engine.kernels.expert import ExpertKernel
 from engine.kernels.formats import MatrixFormat
 from engine.memory.arena import SlotArena
 from engine.model.experts import StreamedExperts
-from engine.model.resident import machine_packing
 from engine.store.draft import DraftFile
 from engine.store.layout import RecordLayout, StoreInfo
 from engine.store.verify import read_records
@@ -99,50 +98,50 @@ def load_draft(file: DraftFile, info: StoreInfo, activate: Activate, finish, dev
 
     activate, finish: what the model does between and after the projections of an expert, as for ExpertKernel.
     """
-    wanted = _for_device(file.layout, device)
-    layers, experts = len(info.layers), info.experts
-    records = (_repacked(record, file.layout, wanted) for record in read_records(file.path, file.layout.record_bytes))
+    layers, experts, packing = len(info.layers), info.experts, int4.loading_packing(device)
+    records = (torch.frombuffer(bytearray(record), dtype=torch.uint8)
+               for record in read_records(file.path, file.layout.record_bytes))  # fmt: skip
     if finish is None and experts * file.layout.record_bytes <= info.top_k * _CALL_BYTES:
-        return _merged(records, wanted, layers, experts, activate, file, device)
+        return _merged(records, packing, layers, experts, activate, file, device)
+    wanted = _packed(file.layout, packing)
     arena = SlotArena(layers * experts, wanted.record_bytes, device)
     for slot, record in enumerate(records):
         arena.record(slot).copy_(record)
+        _repack(arena.record(slot), file.layout, wanted)
     kernel = ExpertKernel(wanted, arena, activate, finish)
     return Draft(file, [RecordExperts(kernel, layer * experts, experts) for layer in range(layers)], arena.bytes, arena)
 
 
-def _for_device(layout: RecordLayout, device: torch.device) -> RecordLayout:
-    packing = machine_packing(device)
+def _packed(layout: RecordLayout, packing: str) -> RecordLayout:
     formats = {name: MatrixFormat.choose(form.kind, form.shape, packing) for name, form in layout.formats.items()}
     return RecordLayout(formats, layout.fields, layout.record_bytes)
 
 
-def _repacked(record: bytes, old: RecordLayout, new: RecordLayout) -> torch.Tensor:
-    tensor = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    if old.formats != new.formats:
-        views = old.views(tensor)
-        for name, form in old.formats.items():
-            parts = new.formats[name].encode_codes(form.codes(views[f"{name}.q"]), views[f"{name}.sz"])
-            views[f"{name}.q"].copy_(parts[".q"])
-    return tensor
+def _repack(record: torch.Tensor, old: RecordLayout, new: RecordLayout) -> None:
+    """Turn a record, where it lies, from the packings of `old` to those of `new`."""
+    views = old.views(record)
+    for name, form in old.formats.items():
+        if form != new.formats[name]:
+            codes = views[f"{name}.q"]
+            codes.copy_(new.formats[name].encode_codes(form.codes(codes), views[f"{name}.sz"])[".q"])
 
 
-def _merged(records, layout: RecordLayout, layers: int, experts: int, activate: Activate, file, device) -> Draft:
+def _merged(records, packing: str, layers: int, experts: int, activate: Activate, file: DraftFile, device) -> Draft:
+    layout = file.layout
     one, two = layout.formats
     first, second = layout.formats[one], layout.formats[two]
-    wide = MatrixFormat.choose(first.kind, (experts * first.shape[0], first.shape[1]), first.packing)
-    side = MatrixFormat.choose(second.kind, (second.shape[0], experts * second.shape[1]), second.packing)
-    side = MatrixFormat(side.kind, side.shape, second.group, int4.choose_packing(side.shape, second.group, side.packing))
+    wide = MatrixFormat.choose(first.kind, (experts * first.shape[0], first.shape[1]), packing)
+    side = MatrixFormat.choose(second.kind, (second.shape[0], experts * second.shape[1]), packing)
+    side = MatrixFormat(side.kind, side.shape, second.group, int4.choose_packing(side.shape, second.group, packing))
     made, size = [], 0
     for _ in range(layers):
-        parts = [layout.views(next(records)) for _ in range(experts)]
+        parts = [layout.views(next(records).to(device)) for _ in range(experts)]
         up = wide.encode_codes(torch.cat([first.codes(p[f"{one}.q"]) for p in parts]),
                                torch.cat([p[f"{one}.sz"] for p in parts], dim=1))  # fmt: skip
         down = side.encode_codes(torch.cat([second.codes(p[f"{two}.q"]) for p in parts], dim=1),
                                  torch.cat([p[f"{two}.sz"] for p in parts]))  # fmt: skip
         biases = [torch.stack([p[f"{m}_bias"] for p in parts]) if f"{m}_bias" in parts[0] else None for m in (one, two)]
-        tensors = [[t.to(device) for t in encoded.values()] for encoded in (up, down)]
-        biases = tuple(bias if bias is None else bias.to(device) for bias in biases)
+        tensors = [list(encoded.values()) for encoded in (up, down)]
         size += sum(t.numel() * t.element_size() for t in [*tensors[0], *tensors[1], *biases] if t is not None)
-        made.append(MergedExperts(experts, *tensors, biases, (wide, side), activate))
+        made.append(MergedExperts(experts, *tensors, tuple(biases), (wide, side), activate))
     return Draft(file, made, size)

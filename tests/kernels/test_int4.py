@@ -107,3 +107,12 @@ def test_shapes_the_kernel_cannot_multiply_are_packed_plainly():
     assert int4.choose_packing((64, 64), 64, "avx512") == "avx512"
     assert int4.choose_packing((60, 64), 64, "avx512") == "plain"
     assert int4.choose_packing((64, 48), 16, "avx2") == "plain"
+
+
+def test_a_packing_is_chosen_only_where_its_kernel_can_multiply():
+    able = {"avx512": (16, 64), "tensor_core": (8, 128)}
+    for packing, shape in able.items():
+        assert int4.choose_packing(shape, 64, packing) == packing
+        assert int4.choose_packing(shape, 16, packing) == "plain"
+    assert int4.choose_packing((8, 64), 64, "avx512") == int4.choose_packing((8, 192), 64, "tensor_core") == "plain"
+    assert int4.loading_packing(torch.device("cpu")) == int4.native_packing()
