@@ -161,7 +161,7 @@ def drafting(stats: EngineStats | None) -> dict | None:
             "draft_depth": {None: DASH, 0: "0, plain"}.get(stats.draft_depth, str(stats.draft_depth)),
             "accepted": _rate(stats.mean_accepted),
             "recall": _share(stats.forecast_recall),
-            "link": _LINKS[stats.link],
+            "link": _LINKS[stats.link] + (", not pinned" if stats.pinned is False else ""),
             **{f"{part}_share": DASH if split is None else f"{100 * split[i]:.0f} %" for i, part in enumerate(_SPLIT)},
         },
         "parked": stats.draft_parked,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.bench.edge0 import RATIOS, run_edge0
+from engine.bench.greedy import run_greedy
 from engine.bench.measure import RESULTS_DIR, save
 from engine.bench.overhead import run_overhead
 from engine.bench.peers import run_peers
@@ -20,7 +21,7 @@ from engine.bench.specter import MEMORIES, run_ablations, run_fidelity, run_spec
 from engine.bench.stream import run_stream
 from engine.bench.synthetic import SHAPES, write_synthetic
 from engine.config import DEFAULT_MODEL, DRAFT_BITS, EXPERT_FORMATS, format_size
-from engine.errors import PlanError
+from engine.errors import ConfigError, PlanError
 from engine.memory.plan import available_memory
 from engine.store.draft import build_draft
 from engine.store.layout import read_info
@@ -28,7 +29,9 @@ from engine.store.layout import read_info
 _BYTES_PER_WEIGHT = {"bf16": 2.0, "int8": 1.01, "int4": 0.5625}
 
 
-BENCHMARKS = ("stream", "overhead", "peers", "edge0", "specter", "specter-ablations", "specter-fidelity")
+BENCHMARKS = ("stream", "overhead", "peers", "edge0", "specter", "specter-ablations", "specter-fidelity",
+              "specter-greedy")  # fmt: skip
+_WITH_CHECKPOINT = ("overhead", "peers", "specter-greedy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict:
     """Run one benchmark and return what was saved."""
     label = f"{args.model}-{args.experts}"
+    if args.benchmark in _WITH_CHECKPOINT and args.model != DEFAULT_MODEL:
+        raise ConfigError(f"{args.benchmark} compares with the checkpoint, which a synthetic store has not: choose --model "
+                          f"{DEFAULT_MODEL}")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="outrider-bench-", dir=args.work) as work:
         checkpoint, store = _stores(args, Path(work))
         if args.benchmark == "stream":
@@ -58,6 +64,8 @@ def run(args: argparse.Namespace) -> dict:
         elif args.benchmark == "edge0":
             fits = 1.5 * read_info(store).expert_bytes_total < available_memory(torch.device("cpu"))
             result = run_edge0(label, store, args.memory or "25%", args.repeats, args.tokens, args.warm_up, RATIOS, fits)
+        elif args.benchmark == "specter-greedy":
+            result = run_greedy(label, checkpoint, Path(work), 56, args.tokens, args.memory or "45%", args.draft_bits[0])
         elif args.benchmark.startswith("specter"):
             result = _specter(args, label, store)
         else:

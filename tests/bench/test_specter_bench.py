@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engine.bench.greedy import run_greedy
 from engine.bench.measure import speed_up
 from engine.bench.specter import ARMS, CHANGES, FIXED, Arm, baseline, run_ablations, run_fidelity, run_specter
 from tests.bench.test_edge0_bench import synthetic as synthetic  # noqa: PLC0414 - a fixture
@@ -45,3 +46,13 @@ def test_a_speed_up_is_over_the_faster_baseline_of_the_same_point():
     points = [Arm("35%", "disk", "on demand", [4.0, 6.0]), Arm("35%", "disk", "gate look-ahead", [3.0, 5.0]),
               Arm("45%", "disk", "on demand", [0.1, 0.1]), Arm("35%", "disk", "Specter", [1.0, 2.0])]  # fmt: skip
     assert speed_up(baseline(points, points[-1]), points[-1].seconds) == [3.0, 2.5]
+
+
+def test_greedy_replies_are_compared_and_partings_measured(checkpoint, tmp_path):
+    """In float32 the tiny model's replies are equal, or part at near-ties; what a parting is told with is its margin."""
+    result = run_greedy("small", checkpoint("qwen2_moe"), tmp_path, prompts=4, tokens=6, memory="100%", bits=4)
+    assert set(result["activations"]) == {"as it is", "float32"}
+    for cell in result["activations"].values():
+        assert all(0 <= parting["margin"] < 1e-2 for parting in cell["partings"])
+    json.dumps(result, allow_nan=False)
+    assert not list(tmp_path.glob("store-*"))
