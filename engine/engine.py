@@ -221,7 +221,7 @@ class Engine:
 
     def _on_window(self, window: Window) -> None:
         self._request.tally.add(window)
-        self._governor.learn(window, self._modes.forecast.on_window(window))
+        self._governor.learn(window, self._modes.forecast.cost())
 
     def _on_forward(self, tokens: int, decoding: bool) -> None:
         self._modes.forecast.on_forward(decoding)

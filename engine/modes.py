@@ -12,11 +12,10 @@ from torch import nn
 from engine.config import EngineConfig, Mode
 from engine.errors import ConfigError, OutriderError
 from engine.forecast.draft import DraftRoutes, Scheduling
-from engine.forecast.gate import DemandForecast, GateLookahead
+from engine.forecast.gate import DemandForecast, GateLookahead, TrialLookahead
 from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
 from engine.forecast.prerouter import Prerouter, PrerouterForecast, load_prerouter
-from engine.forecast.trial import TrialLookahead
 from engine.model.draft import Draft, load_draft
 from engine.model.experts import StreamedExperts
 from engine.model.lora import PATTERN as LORA

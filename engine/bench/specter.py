@@ -9,6 +9,7 @@ transfer : compute ratio).
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,9 +36,9 @@ ARMS = {
     "Specter": (Mode.SPECTER, "auto", "auto"),
 }
 BASELINES = ("on demand", "gate look-ahead")
-# Before a speculating arm is timed it gets two replies to learn and to be measured, and where the draft may be parked two more
-# to measure decoding without it.
-_SETTLING, _SETTLING_TOKENS = 2, 36
+# Before a speculating arm is timed it gets replies to learn, and where the draft may be parked some more to measure it, decoding
+# without it, and it again.
+_LEARNING, _DECIDING, _SETTLING_TOKENS = 2, 3, 56
 
 
 @dataclass
@@ -89,23 +90,37 @@ def _point(config: EngineConfig, memory: str, place: str, repeats: int, tokens: 
     """Every arm at one memory and place, in an engine of its own, so that what it has learnt stays from repeat to repeat."""
     arms = [Arm(memory, place, name) for name in ARMS]
     with ExitStack() as engines:
-        pairs = [(engines.enter_context(_settled(config, arm, repeats)), arm) for arm in arms]
-        for repeat in range(repeats):
-            for engine, arm in pairs:
-                _record(engine, arm, reply(engine, repeat, tokens, warm_up))
+        pairs = []
+        for arm in arms:
+            mode, prefetch, depth = ARMS[arm.name]
+            settings = replace(config, expert_memory=memory, mode=mode, prefetch=prefetch, depth=depth)
+            pairs.append((engines.enter_context(_settled(settings, repeats, parks=arm.name == "Specter")), arm))
+        _alternate(pairs, repeats, tokens, warm_up)
     figures = ", ".join(f"{a.name} {statistics.median(a.seconds) * 1e3:.0f} ms" for a in arms)
     print(f"{memory}, {place}: {figures}", flush=True)  # all the points take a while
     return arms
 
 
-def _settled(config: EngineConfig, arm: Arm, repeats: int) -> Engine:
-    """An engine for `arm`, which has learnt what it learns by replies to prompts that are not timed."""
-    mode, prefetch, depth = ARMS[arm.name]
-    engine = Engine(replace(config, expert_memory=arm.memory, mode=mode, prefetch=prefetch, depth=depth))
-    engine.parking.allowed = arm.name == "Specter"
-    for settling in range(_SETTLING * ((mode is Mode.SPECTER) + engine.parking.allowed)):
+def _settled(config: EngineConfig, repeats: int, parks: bool = False, change: Callable[[Engine], None] | None = None) -> Engine:
+    """An engine that has learnt what it learns, by replies to other prompts than those of the repeats.
+
+    parks: whether it may park its draft; change: what is changed of it first.
+    """
+    engine = Engine(config)
+    engine.parking.allowed = parks
+    if change is not None:
+        change(engine)
+    learns = config.mode is Mode.SPECTER and config.depth == "auto"
+    for settling in range(_LEARNING * learns + _DECIDING * parks):
         reply(engine, repeats + settling, _SETTLING_TOKENS, 0)
     return engine
+
+
+def _alternate(pairs: list[tuple[Engine, Arm]], repeats: int, tokens: int, warm_up: int) -> None:
+    """Measure every arm by its engine once in every repeat."""
+    for repeat in range(repeats):
+        for engine, arm in pairs:
+            _record(engine, arm, reply(engine, repeat, tokens, warm_up))
 
 
 def reply(engine: Engine, prompt: int, tokens: int, warm_up: int) -> Timed:
@@ -279,7 +294,8 @@ CHANGES = {
 def run_ablations(
     name: str, store: Path, repeats: int, tokens: int, warm_up: int, memory: str, ratio: float, bits: tuple[int, ...]
 ) -> dict:
-    """One point of the sweep, with one thing changed at a time. Nothing is parked here."""
+    """One point of the sweep, with one thing changed at a time. Nothing is parked here, and what is drafted is always fetched
+    early, except where that is what is changed."""
     info = read_info(store)
     config = EngineConfig(model=str(store), expert_memory="100%", prefetch="none", context=512, device="cpu")
     with Engine(config) as engine:
@@ -293,15 +309,14 @@ def run_ablations(
     arms |= {f"depth {depth}": (depth, bits[0], None) for depth in FIXED}
     arms |= {f"{b}-bit draft": ("auto", b, None) for b in bits[1:]}
     points = [Arm(memory, f"link, ratio {ratio:g}", label) for label in arms]
-    with Engine(replace(config, expert_memory=memory, emulated_link=rate)) as engine:
-        for repeat in range(repeats):
-            for arm in points:
-                depth, draft_bits, change = arms[arm.name]
-                engine.configure(mode=Mode.SPECTER, prefetch="gate", depth=depth, draft_bits=draft_bits)
-                engine.parking.allowed = False
-                if change is not None:
-                    change(engine)
-                _record(engine, arm, reply(engine, repeat, tokens, warm_up))
+    link = replace(config, expert_memory=memory, emulated_link=rate, mode=Mode.SPECTER, prefetch="gate")
+    with ExitStack() as engines:
+        pairs = []
+        for arm in points:
+            depth, draft_bits, change = arms[arm.name]
+            engine = _settled(replace(link, depth=depth, draft_bits=draft_bits), repeats, change=change)
+            pairs.append((engines.enter_context(engine), arm))
+        _alternate(pairs, repeats, tokens, warm_up)
     print_table(f"{name}: ablations", ablation_rows(points))
     return {"benchmark": "specter-ablations", "model": name, "machine": machine(), "tokens": tokens, "warm_up": warm_up,
             "memory": memory, "ratio": ratio, "compute_seconds_per_token": alone,

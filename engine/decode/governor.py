@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.config import MAX_DEPTH
+from engine.decode.trial import Trial
 
 _NEWEST = 0.15  # weight of the newest window in what is measured
 _KEPT = 0.97  # of the calibration and the acceptances at every window
@@ -22,6 +23,7 @@ _BINS = 10
 _DEPTHS = np.arange(MAX_DEPTH + 1)
 _FIRST = (4, 0, 8, 16)  # depths of the first windows, before anything is known
 _LOST = 1.3  # drafting takes so many times plain decoding's time: the first windows need not go on to find out
+_TURN = 32  # positions of a turn, in a trial of fetching early
 _EXPLORE, _EXPLORE_MOST = 24, 384  # windows between two looks at what is not chosen, and the most of them
 
 
@@ -65,6 +67,7 @@ class Governor:
         self.now = fixed or 0  # depth of the present window
         self.windows = 0
         self._first = list(_FIRST)  # still to come
+        self._early = Trial(_TURN)
         self._spent_s, self._spent_tokens = 0.0, 0  # of windows that were no look around, since `spent` was asked last
         self._until_look, self._pause = _EXPLORE, _EXPLORE
         self._looking: int | None = None
@@ -122,6 +125,8 @@ class Governor:
             self._spent_s += window.draft_s + window.verify_s
             self._spent_tokens += window.accepted + 1
         if k:
+            # By the time of a position, which does not hang on how many of them were accepted.
+            self._early.add(window.draft_s + window.verify_s, 1 + k)
             self._draft_s += (window.draft_s / k - self._draft_s) * (weight if self._draft_s else 1)
             checked = min(window.accepted + 1, k)
             self._accepted = self._accepted * _KEPT + window.accepted
@@ -156,6 +161,11 @@ class Governor:
         self._first.pop(0)
         if self._plain_s is not None and self._times[4] > _LOST * self._tau * (1 + self._expected(4)):
             self._first = []
+
+    @property
+    def early(self) -> bool:
+        """Whether what the coming window's drafts name is fetched while drafting, rather than when it is verified."""
+        return self._early.now
 
     def spent(self) -> tuple[float, int]:
         """(seconds, tokens) of the windows that were no look around, since this was asked last."""

@@ -1,7 +1,8 @@
 """A draft keeps its memory only while that makes decoding faster: both ways are measured, and the faster one stays.
 
 A parked draft is not in memory, and its bytes hold experts instead: at depth 0 with the draft in memory decoding would be slower
-than on demand in the same memory. Changing empties the slots, so it is done between replies, and seldom.
+than on demand in the same memory. Changing empties the slots, so it is done between replies, and seldom. While a draft is first
+used its governor still learns: what that took is not what drafting takes, so it is measured once more before they are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Parking:
     def __init__(self, allowed: bool) -> None:
         self.allowed, self.parked = allowed, False
         self._spent: dict[bool, tuple[float, float]] = {}  # parked -> seconds, tokens
-        self._since = 0
+        self._since, self._learnt = 0, False
         self._pause = _PAUSE
 
     def decide(self, seconds: float, tokens: float) -> bool:
@@ -46,4 +47,7 @@ class Parking:
         return seconds / tokens if tokens >= _LEAST else None
 
     def _change(self) -> None:
+        if not self._learnt:
+            self._learnt = True
+            del self._spent[False]
         self.parked, self._since = not self.parked, 0

@@ -49,8 +49,8 @@ class Tally:
 class Drafter(Protocol):
     """Who makes the model draft, and gets the experts that were named."""
 
-    def begin(self) -> None:
-        """A window begins: until `end` the model computes with the draft's experts."""
+    def begin(self, early: bool) -> None:
+        """A window begins: until `end` the model computes with the draft's experts. early: whether what they name is fetched."""
 
     def drafted(self, left: int) -> None:
         """A draft token's forward has ended; at most `left` more will follow."""
@@ -116,7 +116,7 @@ def _draft(
     if not depth:
         return proposals, odds
     ran, going = 0, True
-    drafter.begin()
+    drafter.begin(governor.early)
     try:
         while going:
             if stop.is_set():

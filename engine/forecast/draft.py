@@ -15,23 +15,20 @@ from operator import itemgetter
 
 import torch
 
-from engine.decode.governor import Cost, Window
+from engine.decode.governor import Cost
 from engine.forecast.gate import GateLookahead
-from engine.forecast.trial import Trial
 from engine.model.draft import Draft, begin_drafting, end_drafting
 from engine.model.experts import StreamedExperts
 from engine.residency.tier import Tier
-
-_TURN = 32  # positions of a turn, in a trial of prefetching
 
 
 @dataclass(frozen=True)
 class Scheduling:
     """How the forecast is acted on; `after`, not to keep and a barrier are for ablations.
 
-    fetch: `drafting`, `after` (nothing before drafting ends), `none`, or `auto`: `drafting` or `none`, by a trial. keep: what is
-    named and there is not evicted before it was verified. barrier: verification waits till everything named has arrived,
-    instead of expert by expert.
+    fetch: `drafting`, `after` (nothing before drafting ends), `none`, or `auto`: `drafting` or `none`, as is said of each
+    window. keep: what is named and there is not evicted before it was verified. barrier: verification waits till everything
+    named has arrived, instead of expert by expert.
     """
 
     fetch: str = "auto"
@@ -51,7 +48,7 @@ class DraftRoutes(GateLookahead):
         super().__init__(tier)
         self.draft, self.gate, self.scheduling = draft, gate, scheduling
         self._targets = targets
-        self._trial = Trial(_TURN)
+        self._fetches = "none"  # how this window's routes are acted on
         self._drafting = False  # whether the model computes with the draft's experts
         self._draft_s = 0.0  # of one token, with decay
         self.reset()
@@ -76,9 +73,11 @@ class DraftRoutes(GateLookahead):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A window begins: until `end` the model computes with the draft's experts."""
+    def begin(self, early: bool = True) -> None:
+        """A window begins: until `end` the model computes with the draft's experts. early: whether what they name is fetched."""
         self._drafting = True
+        chosen = self.scheduling.fetch
+        self._fetches = ("drafting" if early else "none") if chosen == "auto" else chosen
         begin_drafting(self._targets, self.draft)
         self._began = self._last = time.perf_counter()
         self._named, self._unions, self._absent, self._fetched = set(), [], [], 0
@@ -144,15 +143,8 @@ class DraftRoutes(GateLookahead):
         """Share of the experts that verification ran which had been named by the draft; None before a window."""
         return self._foreseen / self._used if self._used else None
 
-    @property
-    def _fetches(self) -> str:
-        chosen = self.scheduling.fetch
-        return ("drafting" if self._trial.now else "none") if chosen == "auto" else chosen
-
-    def on_window(self, window: Window) -> Cost:
-        """What the experts of `window`, which has just been verified, cost."""
-        if window.proposed:  # its time for a position, which does not hang on how many were accepted
-            self._trial.add(window.draft_s + window.verify_s, 1 + window.proposed)
+    def cost(self) -> Cost:
+        """What the experts of the window that has just been verified cost."""
         moved = (self.tier.fetcher.meter.bytes - self._bytes_before) / self.tier.arena.record_bytes
         result = Cost(self._window_used, moved, self.fetch_s, tuple(self._unions))
         self._named, self._unions = set(), []

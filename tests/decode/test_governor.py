@@ -167,3 +167,15 @@ def test_the_present_depth_is_shown():
     governor = Governor(7, LAYERS * EXPERTS)
     assert governor.now == 7
     assert governor.depth(3) == governor.now == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_fetching_early_goes_on_only_where_it_is_faster(early):
+    governor = Governor(7, LAYERS * EXPERTS)
+    ways = []
+    for _ in range(200):
+        ways.append(governor.early)
+        governor.depth(7)
+        governor.learn(Window(7, 3, 0.1, 0.2 if ways[-1] is early else 0.3), Cost(500, 250, 0.001, tuple(range(200, 270, 10))))
+    assert ways[:5] == [True] * 5 and {True, False} == set(ways[:40])
+    assert ways[40:60] == [early] * 20

@@ -17,8 +17,14 @@ def settle(parking: Parking, drafting: float, without: float, replies: int, toke
 @pytest.mark.parametrize(("drafting", "without", "parked"), [(1.0, 2.0, False), (2.0, 1.0, True)])
 def test_both_ways_are_measured_and_the_faster_one_stays(drafting, without, parked):
     decisions = settle(Parking(allowed=True), drafting, without, 12)
-    assert decisions[0] is True  # the way that is not known yet
+    assert decisions[:2] == [True, False]  # the way that is not known yet, and the draft again, now that it has learnt
     assert decisions[2:] == [parked] * 10
+
+
+def test_what_a_draft_took_while_it_learnt_is_not_held_against_it():
+    parking = Parking(allowed=True)
+    assert parking.decide(TOKENS * 9.0, TOKENS) is True
+    assert settle(parking, 1.0, 2.0, 10) == [False] * 10
 
 
 def test_the_slower_way_is_looked_at_again_and_seldom():
@@ -30,14 +36,15 @@ def test_it_follows_when_conditions_change():
     parking = Parking(allowed=True)
     settle(parking, 2.0, 1.0, 10)
     assert parking.parked
-    assert settle(parking, 1.0, 9.0, 4)[-1] is False
+    assert settle(parking, 1.0, 9.0, 8)[-1] is False
 
 
 def test_short_replies_are_added_up_before_they_are_believed():
-    decisions = settle(Parking(allowed=True), 2.0, 1.0, 40, tokens=9)
+    decisions = settle(Parking(allowed=True), 2.0, 1.0, 30, tokens=9)
     assert decisions[:5] == [False] * 5
     assert decisions[5:11] == [True] * 6
-    assert decisions[-10:] == [True] * 10
+    assert decisions[11:17] == [False] * 6
+    assert decisions[17:] == [True] * 13
 
 
 def test_one_odd_reply_decides_nothing():

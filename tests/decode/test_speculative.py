@@ -134,7 +134,7 @@ class Bigrams(nn.Module):
         self.logits = (self.draft if self.drafting else self.target)[input_ids[:, -logits_to_keep:]]
         return self
 
-    def begin(self) -> None:
+    def begin(self, early: bool) -> None:
         assert not self.drafting
         self.drafting = True
 
@@ -148,6 +148,8 @@ class Bigrams(nn.Module):
 
 class Depth:
     """A governor of always the same depth, or one that ends windows at low confidence."""
+
+    early = True
 
     def __init__(self, depth: int, least: float = 0.0) -> None:
         self.fixed, self.least = depth, least

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.decode.governor import Window
 from engine.forecast.draft import DraftRoutes, Scheduling
 from tests.residency.manual_fetcher import Lease, fill, make_tier
 
 LAYERS, EXPERTS = 3, 8
-WINDOW = Window(2, 1, 0.1, 0.2)
 INPUT = torch.zeros(1, 4)  # nobody looks at it
 
 
@@ -163,7 +161,7 @@ def test_the_bound_grows_with_the_time_that_drafting_takes(clock):
     assert begun == [1, 2, 5]
 
 
-@pytest.mark.parametrize(("fetch", "before", "after"), [("drafting", 6, 6), ("after", 0, 6), ("none", 0, 0)])
+@pytest.mark.parametrize(("fetch", "before", "after"), [("drafting", 6, 6), ("after", 0, 6), ("none", 0, 0), ("auto", 6, 6)])
 def test_when_fetching_begins_can_be_set(fetch, before, after):
     forecast, _, fetcher = make(slots=24, fetch=fetch)
     forecast.begin()
@@ -214,11 +212,11 @@ def test_recall_and_cost_count_what_verification_ran():
         forecast.drafted(0)
         forecast.end()
         verify(forecast, tier, fetcher, [1, 2, 7], [3, 4], [0, 5])
-        cost = forecast.on_window(WINDOW)
+        cost = forecast.cost()
         assert cost.experts == 7 and cost.unions == (6, 8)
     assert forecast.recall == pytest.approx(6 / 7)
     verify(forecast, tier, fetcher, [1], [1], [1])  # a window in which nothing was drafted is no forecast
-    cost = forecast.on_window(WINDOW)
+    cost = forecast.cost()
     assert (cost.experts, cost.unions) == (3, ())
     assert forecast.recall == pytest.approx(6 / 7)
     forecast.reset()
@@ -236,17 +234,16 @@ def test_a_new_window_forgets_the_last_one():
     forecast.drafted(0)
     forecast.end()
     verify(forecast, tier, fetcher, [1, 2], [3, 4], [5, 7])
-    assert forecast.on_window(WINDOW).unions == (6,)
+    assert forecast.cost().unions == (6,)
     assert forecast.recall == pytest.approx(5 / 6)
 
 
-def test_by_itself_it_fetches_early_only_where_that_is_faster():
-    """Windows of 16 positions; fetching early makes them take longer, so in the end it is not done."""
-    forecast, _, _ = make(slots=24)
+@pytest.mark.parametrize("early", [True, False])
+def test_by_itself_it_fetches_early_where_the_window_says_so(early):
+    forecast, _, fetcher = make(slots=24)
     assert forecast.scheduling.fetch == "auto"
-    early = []
-    for _ in range(40):
-        early.append(forecast._fetches == "drafting")
-        forecast.on_window(Window(15, 3, 1.0, 2.0 if early[-1] else 1.0))
-    assert early[:4] == [True, True, True, False]
-    assert not any(early[20:])
+    forecast.begin(early)
+    route(forecast, [1, 2], [3, 4], [5, 6])
+    forecast.drafted(0)
+    forecast.end()
+    assert len(fetcher.queued()) == (6 if early else 0)

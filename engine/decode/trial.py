@@ -7,12 +7,6 @@ what is fetched early is not waited for, but it takes part of the processor, and
 from __future__ import annotations
 
 import statistics
-import time
-
-import torch
-
-from engine.forecast.gate import GateLookahead
-from engine.residency.tier import Tier
 
 _TURN = 8  # tokens of a turn, beside its first step, on which the turn before still tells
 _TURNS = 3  # of each way, before one is chosen
@@ -56,30 +50,3 @@ class Trial:
 
     def _turn(self) -> None:
         self._fresh, self._seconds, self._tokens = True, 0.0, 0
-
-
-class TrialLookahead(GateLookahead):
-    """Looks ahead by the gates where that was found faster. The time of a token is that between two decoding forwards."""
-
-    def __init__(self, tier: Tier) -> None:
-        super().__init__(tier)
-        self._trial = Trial()
-        self._last: float | None = None
-
-    @property
-    def prefetch(self) -> str:
-        return "gate" if self._trial.now else "none"
-
-    def reset(self) -> None:
-        """A request begins: what passed since the last one is no token's time."""
-        self._last = None
-
-    def on_forward(self, decoding: bool) -> None:
-        now = time.perf_counter()
-        if decoding and self._last is not None:
-            self._trial.add(now - self._last)
-        self._last = now if decoding else None
-
-    def look_beyond(self, layer: int, moe_input: torch.Tensor) -> None:
-        if self._trial.now:
-            super().look_beyond(layer, moe_input)

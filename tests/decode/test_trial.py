@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import GenerationConfig
-from engine.forecast.trial import Trial
+from engine.decode.trial import Trial
 from tests.streaming import PROMPT, REPETITION, greedy, open_engine
 
 
