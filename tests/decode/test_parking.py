@@ -31,7 +31,7 @@ def test_nor_is_a_second_visit_that_was_unlucky():
     parking = Parking(allowed=True)
     settle(parking, 1.0, 2.0, 2)
     assert parking.decide(TOKENS * 3.0, TOKENS) is False
-    assert settle(parking, 1.0, 2.0, 5) == [False] * 3
+    assert settle(parking, 1.0, 2.0, 3) == [False] * 3
 
 
 def test_the_slower_way_is_looked_at_again_and_seldom():
