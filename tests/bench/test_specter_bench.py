@@ -13,6 +13,12 @@ from tests.bench.test_edge0_bench import synthetic as synthetic  # noqa: PLC0414
 from tests.specter import drafted_copy
 
 
+@pytest.fixture(autouse=True)
+def short_settling(monkeypatch):
+    """Over a link at the pace of a small store's few misses, replies that only teach would take minutes."""
+    monkeypatch.setattr("engine.bench.specter._SETTLING_TOKENS", 2)
+
+
 @pytest.fixture(scope="module")
 def drafted(synthetic, tmp_path_factory):
     return drafted_copy(synthetic, tmp_path_factory.mktemp("drafted") / "store", 3, 2)
