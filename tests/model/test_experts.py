@@ -59,7 +59,8 @@ class AnyOrder:
     def __init__(self, slot_of: dict[int, int], seed: int) -> None:
         self.slot_of, self.draw = slot_of, random.Random(seed)
 
-    def lease(self, keys: list[int]):
+    def lease(self, keys: list[int], meanwhile=None):
+        assert meanwhile is None
         left = self.draw.sample(keys, len(keys))
         while left:
             size = self.draw.randint(1, len(left))
