@@ -82,7 +82,7 @@ def engine_config(backend: ModuleType, args: argparse.Namespace) -> EngineConfig
     """Raises ConfigError for a value that cannot be used."""
     mode = {mode.value: mode for mode in backend.Mode}.get(args.mode, args.mode)
     return backend.EngineConfig(model=args.model, expert_memory=args.expert_memory, context=args.context, mode=mode,
-                                lora=not args.no_lora, depth=int(args.depth) if args.depth.isdigit() else args.depth,
+                                lora=not args.no_lora, depth=backend.parse_depth(args.depth),
                                 draft_bits=args.draft_bits)  # fmt: skip
 
 

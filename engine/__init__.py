@@ -15,6 +15,7 @@ from engine.config import (
     GenerationConfig,
     Mode,
     format_size,
+    parse_depth,
     parse_size,
 )
 from engine.decode.text import split_reasoning
@@ -62,6 +63,7 @@ __all__ = [
     "fetch_default",
     "format_size",
     "list_models",
+    "parse_depth",
     "parse_size",
     "plan",
     "prepare",

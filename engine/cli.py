@@ -21,6 +21,7 @@ from engine.config import (
     GenerationConfig,
     Mode,
     format_size,
+    parse_depth,
 )
 from engine.errors import ConfigError, OutriderError
 
@@ -129,7 +130,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--mode", choices=[m.value for m in Mode], default=defaults.mode.value)
     command.add_argument("--prefetch", choices=PREFETCH, default=defaults.prefetch)
     command.add_argument("--no-lora", dest="lora", action="store_false", help="edge0: leave the recovery LoRA off")
-    command.add_argument("--depth", default=defaults.depth, type=_depth, help="specter: draft tokens a window, or auto")
+    command.add_argument("--depth", default=defaults.depth, type=parse_depth, help="specter: draft tokens a window, or auto")
     command.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, default=defaults.draft_bits, help="specter: of the draft")
     command.add_argument("--resident", choices=RESIDENT, default=defaults.resident, help="format of the other weights")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
@@ -175,11 +176,6 @@ def _draft(args: argparse.Namespace) -> None:
     print(f"{path}: {format_size(path.stat().st_size)}")
     if args.json:
         _print_json({"draft": str(path), "bits": args.bits, "bytes": path.stat().st_size})
-
-
-def _depth(text: str) -> str | int:
-    """`auto` or a number; what numbers there are the configuration says."""
-    return int(text) if text.isdigit() else text
 
 
 def _fetch_default(args: argparse.Namespace) -> None:

@@ -56,6 +56,11 @@ def parse_size(text: str | int, whole: int | None = None, name: str = "size") ->
     return size
 
 
+def parse_depth(text: str) -> str | int:
+    """The depth that a command line names: `auto` or a number; what numbers there are EngineConfig says."""
+    return int(text) if text.isdigit() else text
+
+
 def format_size(size: int | float) -> str:
     """`size` bytes for people, in binary units with three significant digits: `64.0 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

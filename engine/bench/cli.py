@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> dict:
             fits = 1.5 * read_info(store).expert_bytes_total < available_memory(torch.device("cpu"))
             result = run_edge0(label, store, args.memory or "25%", args.repeats, args.tokens, args.warm_up, RATIOS, fits)
         elif args.benchmark == "specter-greedy":
-            result = run_greedy(label, checkpoint, Path(work), 56, args.tokens, args.memory or "45%", args.draft_bits[0])
+            memory, bits = args.memory or "45%", args.draft_bits[0]
+            result = run_greedy(label, checkpoint, store, Path(work), 56, args.tokens, memory, bits)
         elif args.benchmark.startswith("specter"):
             result = _specter(args, label, store)
         else:

@@ -1,7 +1,7 @@
 """`bench specter-greedy`: greedy replies of Specter mode are plain decoding's, or part from them where rounding may decide.
 
-The model's activations decide how fine its logits are, so it is run with those of its checkpoint and with float32 ones; its
-experts are bf16 in both. A parting is told with its margin: by how much plain decoding's logits prefer its own token.
+The model's activations decide how fine its logits are, so it is run with those of its checkpoint and with float32 ones, and
+with the same experts. A parting is told with its margin: by how much plain decoding's logits prefer its own token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from engine.bench.measure import machine, print_table
+from engine.bench.measure import machine, print_table, said
+from engine.bench.specter import encode
 from engine.config import EngineConfig, GenerationConfig, Mode
 from engine.engine import Engine
 from engine.store.draft import build_draft
@@ -29,15 +30,16 @@ class Parting:
     margin: float
 
 
-def run_greedy(name: str, checkpoint: Path, work: Path, prompts: int, tokens: int, memory: str, bits: int) -> dict:
-    """Compare on `prompts` prompts, with Specter's experts in `memory`."""
+def run_greedy(
+    name: str, checkpoint: Path, store: Path, work: Path, prompts: int, tokens: int, memory: str, bits: int
+) -> dict:
+    """Compare on `prompts` prompts, with Specter's experts in `memory`. store: of `checkpoint`; it gets a draft."""
+    wide = prepare(_widened(checkpoint, work / "float32"), work / "store-float32", read_info(store).expert_format)
     results = {}
-    for dtype in ("as it is", "float32"):
-        source = checkpoint if dtype == "as it is" else _widened(checkpoint, work / "float32")
-        store = prepare(source, work / f"store-{dtype.replace(' ', '-')}", "bf16")
-        build_draft(store, read_info(store), bits)
-        results[dtype] = compare(store, prompts, tokens, memory, bits)
-        shutil.rmtree(store)
+    for dtype, each in (("as it is", store), ("float32", wide)):
+        build_draft(each, read_info(each), bits)
+        results[dtype] = compare(each, prompts, tokens, memory, bits)
+    shutil.rmtree(wide)
     rows = [_row(dtype, prompts, partings) for dtype, (partings, _) in results.items()]
     print_table(f"{name}: greedy replies of {tokens} tokens, {memory}, {bits}-bit draft", rows)
     return {"benchmark": "specter-greedy", "model": name, "machine": machine(), "prompts": prompts, "tokens": tokens,
@@ -53,17 +55,12 @@ def compare(store: Path, prompts: int, tokens: int, memory: str, bits: int) -> t
     config = EngineConfig(str(store), "100%", 512, prefetch="none", device="cpu", draft_bits=bits)
     greedy = GenerationConfig(max_tokens=tokens, temperature=0)
     with Engine(config) as engine:
-        asked = [engine.encode_chat([{"role": "user", "content": prompt.turns[0]}]) for prompt in make_prompts(prompts, seed=11)]
-
-        def say(prompt: list[int]) -> list[int]:
-            engine.reset()
-            return [token for chunk in engine.complete(prompt, greedy) for token in chunk.token_ids]
-
-        wanted = [say(prompt) for prompt in asked]
+        asked = [encode(engine, prompt.turns[0]) for prompt in make_prompts(prompts, seed=11)]
+        wanted = [said(engine, prompt, greedy) for prompt in asked]
         engine.configure(mode=Mode.SPECTER, prefetch="gate", depth=6, expert_memory=memory)
         got, accepted = [], []
         for prompt in asked:
-            got.append(say(prompt))
+            got.append(said(engine, prompt, greedy))
             accepted.append(engine.stats().mean_accepted or 0.0)
         engine.configure(mode=Mode.ON_DEMAND, prefetch="none", expert_memory="100%")
         replies = enumerate(zip(asked, got, wanted, strict=True))

@@ -74,6 +74,12 @@ def complete(engine: Engine, prompt: list[int], generation: GenerationConfig) ->
     return prefilled
 
 
+def said(engine: Engine, prompt: list[int], generation: GenerationConfig) -> list[int]:
+    """Token ids of a reply without a conversation cache."""
+    engine.reset()
+    return [token for chunk in engine.complete(prompt, generation) for token in chunk.token_ids]
+
+
 def timed(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Timed:
     """`complete`, timed."""
     prefilled = complete(engine, prompt, generation)

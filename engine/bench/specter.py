@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.bench.measure import Spread, Timed, complete, machine, print_table, raw_bandwidth, speed_up, timed
+from engine.bench.measure import Spread, Timed, complete, machine, print_table, raw_bandwidth, said, speed_up, timed
 from engine.bench.prompts import PROMPTS
 from engine.config import EngineConfig, GenerationConfig, Mode
 from engine.engine import Engine
@@ -223,11 +223,10 @@ def run_fidelity(name: str, store: Path, tokens: int, bits: tuple[int, ...], dep
             for kind, prompt in PROMPTS[: len(PROMPTS) // 2]:
                 ids = encode(engine, prompt)
                 for temperature in TEMPERATURES:
-                    engine.reset()
                     settings = GenerationConfig(max_tokens=tokens, temperature=temperature, seed=1)
-                    said = [t for chunk in engine.complete(ids, settings) for t in chunk.token_ids]
+                    reply_ids = said(engine, ids, settings)
                     stats = engine.stats()
-                    same, overlap = _likeness(engine, ids + said, len(ids))
+                    same, overlap = _likeness(engine, ids + reply_ids, len(ids))
                     cells.append({"bits": draft_bits, "kind": kind, "temperature": temperature, "same_sets": same,
                                   "overlap": overlap, "recall": stats.forecast_recall, "windows": stats.accepted_per_window,
                                   "acceptance_by_position": stats.acceptance_by_position})  # fmt: skip

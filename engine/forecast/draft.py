@@ -98,7 +98,8 @@ class DraftRoutes(GateLookahead):
         self._unions.append(len(self._named))
         self._absent = sorted(self._absent + self.tier.absent(plan, self.scheduling.keep))
         if self._fetches == "drafting":
-            movable = (now - self._began + left * self._draft_s) / self.fetch_s if self.fetch_s else len(self._absent)
+            fetch_s = self.tier.fetch_s
+            movable = (now - self._began + left * self._draft_s) / fetch_s if fetch_s else len(self._absent)
             self._fetch(int(movable) - self._fetched)
 
     def end(self) -> None:
@@ -133,12 +134,6 @@ class DraftRoutes(GateLookahead):
             self.look_beyond(layer, moe_input)
 
     @property
-    def fetch_s(self) -> float:
-        """Seconds that fetching one expert takes, as far as is known; 0 before the first."""
-        meter = self.tier.fetcher.meter
-        return meter.busy_now() * self.tier.arena.record_bytes / meter.bytes if meter.bytes else 0.0
-
-    @property
     def recall(self) -> float | None:
         """Share of the experts that verification ran which had been named by the draft; None before a window."""
         return self._foreseen / self._used if self._used else None
@@ -146,7 +141,7 @@ class DraftRoutes(GateLookahead):
     def cost(self) -> Cost:
         """What the experts of the window that has just been verified cost."""
         moved = (self.tier.fetcher.meter.bytes - self._bytes_before) / self.tier.arena.record_bytes
-        result = Cost(self._window_used, moved, self.fetch_s, tuple(self._unions))
+        result = Cost(self._window_used, moved, self.tier.fetch_s, tuple(self._unions))
         self._named, self._unions = set(), []
         self._mark()
         return result

@@ -165,7 +165,8 @@ class CopyFetcher(QueuedFetcher):
 
     @property
     def busy(self) -> bool:
-        return super().busy or bool(self._under_way)
+        """Whether any copy is queued or under way."""
+        return bool(self._queue or self._under_way)
 
     def in_flight(self, slot: int) -> bool:
         mark = self._copied[slot]

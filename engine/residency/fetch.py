@@ -92,11 +92,6 @@ class QueuedFetcher:
             heapq.heappush(self._queue, (urgency, next(self._order), key, slot, ticket))
             self._wake.notify()
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is queued."""
-        return bool(self._queue)
-
     def idle(self) -> None:
         """Called by a worker that finds nothing queued."""
 

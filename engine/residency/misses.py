@@ -72,10 +72,9 @@ class HostExperts:
         missing = self.tier.missing(list(counts))
         if self._always or not missing:
             return missing
-        meter = self.tier.fetcher.meter
-        if not meter.bytes:
+        copy_s = self.tier.fetch_s
+        if not copy_s:
             return []  # what a copy takes is not known before the first
-        copy_s = meter.busy_now() / meter.bytes * self.tier.arena.record_bytes
         link_s = self.tier.fetcher.under_way * copy_s
         return deal({key: counts[key] for key in missing}, self._costs.of, copy_s, link_s)
 

@@ -210,6 +210,12 @@ class Tier:
         return state
 
     @property
+    def fetch_s(self) -> float:
+        """Seconds that fetching one expert takes, as far as is known; 0 before the first."""
+        meter = self.fetcher.meter
+        return meter.busy_now() * self.arena.record_bytes / meter.bytes if meter.bytes else 0.0
+
+    @property
     def all_resident(self) -> bool:
         """Whether every expert has a slot, so that nothing is ever evicted."""
         return self.arena.slots >= self.keys

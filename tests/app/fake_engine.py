@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import EngineConfig, GenerationConfig, Mode, format_size, parse_size
+from engine.config import EngineConfig, GenerationConfig, Mode, format_size, parse_depth, parse_size
 from engine.errors import (
     BusyError,
     ConfigError,
@@ -120,7 +120,7 @@ class FakeBackend:
     OutriderError, ConfigError, PlanError, UnsupportedModelError = (
         OutriderError, ConfigError, PlanError, UnsupportedModelError)  # fmt: skip
     SourceError, StoreError, ReadError, BusyError = SourceError, StoreError, ReadError, BusyError
-    format_size, parse_size = staticmethod(format_size), staticmethod(parse_size)
+    format_size, parse_depth, parse_size = map(staticmethod, (format_size, parse_depth, parse_size))
     split_reasoning = staticmethod(split_reasoning)
 
     def __post_init__(self) -> None:

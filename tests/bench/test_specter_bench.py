@@ -54,9 +54,10 @@ def test_a_speed_up_is_over_the_faster_baseline_of_the_same_point():
     assert speed_up(baseline(points, points[-1]), points[-1].seconds) == [3.0, 2.5]
 
 
-def test_greedy_replies_are_compared_and_partings_measured(checkpoint, tmp_path):
+def test_greedy_replies_are_compared_and_partings_measured(checkpoint, own_store, tmp_path):
     """In float32 the tiny model's replies are equal, or part at near-ties; what a parting is told with is its margin."""
-    result = run_greedy("small", checkpoint("qwen2_moe"), tmp_path, prompts=4, tokens=6, memory="100%", bits=4)
+    source, store = checkpoint("qwen2_moe"), own_store("qwen2_moe")
+    result = run_greedy("small", source, store, tmp_path, prompts=4, tokens=6, memory="100%", bits=4)
     assert set(result["activations"]) == {"as it is", "float32"}
     for cell in result["activations"].values():
         assert all(0 <= parting["margin"] < 1e-2 for parting in cell["partings"])
