@@ -59,13 +59,15 @@ class Choices:
     """What is chosen, and what can be.
 
     modes: mode -> None where the loaded model has it, else a sentence that says why not. config: the settings as they are
-    wanted. gate: whether the model's gates can be asked early. has_lora: whether there may be a recovery LoRA.
+    wanted. gate: whether the model's gates can be asked early. has_lora: whether there may be a recovery LoRA. drafts: bits of
+    the drafts that were made of the model.
     """
 
     modes: dict[str, str | None]
     config: EngineConfig
     gate: bool = True
     has_lora: bool = True
+    drafts: tuple[int, ...] = DRAFT_BITS
 
 
 def chooser(choices: Choices | None) -> str:
@@ -79,7 +81,7 @@ def chooser(choices: Choices | None) -> str:
     cards = "".join(_card(name, choices) for name in choices.modes)
     return (f'<h4 id="or-mode-name">Mode</h4><div class="or-cards" role="radiogroup" aria-labelledby="or-mode-name">'
             f"{cards}</div>{_ahead(mode, choices)}{_lora(choices) if mode.lora else ''}"
-            f"{_draft(choices.config) if mode.draft else ''}")  # fmt: skip
+            f"{_draft(choices) if mode.draft else ''}")  # fmt: skip
 
 
 def _card(name: str, choices: Choices) -> str:
@@ -111,18 +113,20 @@ def _lora(choices: Choices) -> str:
     return _option("Recovery LoRA", hint, switch)
 
 
-def _draft(config: EngineConfig) -> str:
+def _draft(choices: Choices) -> str:
+    config, made = choices.config, [str(bits) for bits in sorted(choices.drafts)]
     depths = ["auto", *sorted({*DEPTHS, config.depth} - {"auto"})]
     depth = "".join(_radio("depth", str(value), str(value).capitalize(), value == config.depth, True,
                            ' aria-label="Auto"' if value == "auto" else f' aria-label="{value} tokens"')
                     for value in depths)  # fmt: skip
-    bits = "".join(_radio("draft_bits", str(value), str(value), value == config.draft_bits, True,
+    bits = "".join(_radio("draft_bits", str(value), str(value), value == config.draft_bits, value in choices.drafts,
                           f' aria-label="{value} bits"')
                    for value in DRAFT_BITS)  # fmt: skip
+    hint = ("Fewer leave the experts more memory, and guess worse" if len(made) == len(DRAFT_BITS)
+            else f"Of this model there is a draft of {' and '.join(made) or 'no'} bits")  # fmt: skip
     return (_option("Draft depth", "Tokens drafted at a time; Auto finds what pays",
                     _group("Draft depth", depth))
-            + _option("Draft bits", "Fewer leave the experts more memory, and guess worse",
-                      _group("Draft bits", bits)))  # fmt: skip
+            + _option("Draft bits", hint, _group("Draft bits", bits)))  # fmt: skip
 
 
 def _group(name: str, radios: str) -> str:

@@ -302,7 +302,7 @@ class Wiring:
             return None
         config = with_changes(engine.config, **{k: v for k, v in asked.items() if k != "expert_memory"})
         without = not asked and modes.MODES[stats.mode].lora and engine.config.lora and not stats.lora
-        return modes.Choices(self.desk.modes, config, engine.supports_gate, has_lora=not without)
+        return modes.Choices(self.desk.modes, config, engine.supports_gate, not without, engine.drafts())
 
     def _stats(self) -> Any:
         figures = self.desk.figures()

@@ -43,6 +43,7 @@ from engine.store.layout import StoreInfo, read_info
 from engine.store.repack import repack
 
 _KV_EVERY = 32  # tokens between two measurements of the cache
+_FORCED = 8  # drafts of the windows in which a reply is forced in specter mode with free depth
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Engine:
         text = TextStream(self.tokenizer, generation.stop)
         whole = False  # whether the cache is known to be whole: an error inside a forward leaves some layers ahead
         try:
-            logits, request.reused = prefill(self._model, self._conversation, prompt, stop, self._on_forward)
+            logits, request.reused = self._prefill(prompt, stop)
             request.prefill_done = time.perf_counter()
             self._ledger.set("kv", self._conversation.bytes())
             sampler = Sampler(generation, self._device)
@@ -185,6 +186,9 @@ class Engine:
             if not whole:
                 self._conversation.forget()
             self._ledger.set("kv", self._conversation.bytes())
+
+    def _prefill(self, prompt: list[int], stop: threading.Event) -> tuple[torch.Tensor, int]:
+        return prefill(self._model, self._conversation, prompt, stop, self._on_forward, self._modes.forecast.fresh)
 
     def _decode(
         self, logits: torch.Tensor, sampler: Sampler, history: list[int], limit: int, stop: threading.Event
@@ -232,18 +236,22 @@ class Engine:
     def force(self, prompt: list[int], reply: list[int]) -> torch.Tensor:
         """The distribution of every token of `reply`, as if the engine had said it: logits [len(reply), V] float32 on the CPU.
 
-        The first row comes from the prefill of `prompt`, each further one from decoding the token before it. Raises as
-        `complete` does.
+        The first row comes from the prefill of `prompt`, each further one from decoding the token before it; in specter mode
+        from the verification of a window of the set depth, or of _FORCED where the depth is free. Raises as `complete` does.
         """
+        width = 1
+        if self.config.mode is Mode.SPECTER:
+            width += _FORCED if self.config.depth == "auto" else int(self.config.depth)
         with self._alone("wait for it to end, or stop it"):
             try:
                 self._modes.forecast.reset()
-                logits, _ = prefill(self._model, self._conversation, prompt, threading.Event(), self._on_forward)
-                rows = [logits[0].float().cpu()]
-                for token in reply[:-1]:
-                    self._on_forward(1, True)
-                    rows.append(forward(self._model, self._conversation, [token])[0].float().cpu())
-                    self._conversation.append([token], prefill=False)
+                logits, _ = self._prefill(prompt, threading.Event())
+                rows = list(logits.float().cpu())
+                for start in range(0, len(reply) - 1, width):
+                    piece = reply[:-1][start : start + width]
+                    self._on_forward(len(piece), True)
+                    rows += forward(self._model, self._conversation, piece, every=True).float().cpu()
+                    self._conversation.append(piece, prefill=False)
             except BaseException:
                 self._conversation.forget()
                 raise
@@ -391,6 +399,10 @@ class Engine:
     def modes(self) -> dict[str, str | None]:
         """Mode -> None where this model can be run in it, else one sentence on why not and what to do."""
         return {mode.value: self._modes.hindrance(mode, self.config.draft_bits) for mode in Mode}
+
+    def drafts(self) -> tuple[int, ...]:
+        """Bits of the drafts that specter mode can be run with as the model is prepared."""
+        return self._modes.drafts()
 
     def configure(
         self,

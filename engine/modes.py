@@ -9,21 +9,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.config import EngineConfig, Mode
+from engine.config import DRAFT_BITS, EngineConfig, Mode
 from engine.errors import ConfigError, OutriderError
 from engine.forecast.draft import DraftRoutes, Scheduling
 from engine.forecast.gate import DemandForecast, GateLookahead, TrialLookahead
-from engine.forecast.heads import PATTERN as HEADS
 from engine.forecast.law import RoutingLaw, find_law
 from engine.forecast.prerouter import Prerouter, PrerouterForecast, load_prerouter
 from engine.model.draft import Draft, load_draft
 from engine.model.experts import StreamedExperts
-from engine.model.lora import PATTERN as LORA
 from engine.model.lora import Lora, install_lora, place_lora, read_lora, remove_lora
 from engine.model.router import RouterSeam, Routing, TraceSeam, install, remove
 from engine.model.skeleton import find_router
 from engine.residency.tier import Tier
-from engine.store.adapter import check_model, find_adapter
+from engine.store.adapter import HEADS, LORA, check_model, find_adapter
 from engine.store.draft import DraftFile, find_draft
 from engine.store.layout import StoreInfo
 
@@ -32,17 +30,28 @@ def adapter_bytes(directory: Path, config: EngineConfig) -> int:
     """Bytes of the heads and the LoRA in the store at `directory` that `config` asks for."""
     if config.mode is not Mode.EDGE0:
         return 0
-    files = [find_adapter(directory, HEADS), find_adapter(directory, LORA) if config.lora else None]
-    return sum(file.stat().st_size for file in files if file is not None)
+    return sum(file.stat().st_size for file in _adapter_files(directory, config) if file is not None)
+
+
+def _adapter_files(directory: Path, config: EngineConfig) -> tuple[Path | None, Path | None]:
+    """Where the heads and the LoRA of edge0 mode lie; None for what there is not, or is not asked for."""
+    return find_adapter(directory, HEADS), find_adapter(directory, LORA) if config.lora else None
+
+
+def _written(files: tuple[Path | None, Path | None]) -> tuple:
+    """Which files these are, and when they were written."""
+    return tuple((file, file.stat().st_mtime_ns) for file in files if file is not None)
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What Edge0 mode adds to a model. lora: by module paths of the model, None when it is off or there is none."""
+    """What Edge0 mode adds to a model. lora: by module paths of the model, None when it is off or there is none; written: which
+    files they were read from, as of when."""
 
     prerouter: Prerouter
     law: RoutingLaw
     lora: Lora | None
+    written: tuple
 
     @property
     def bytes(self) -> int:
@@ -85,6 +94,10 @@ class Modes:
         """Bytes of the draft in memory."""
         return self._draft.bytes if self._draft else 0
 
+    def drafts(self) -> tuple[int, ...]:
+        """Bits of the drafts that the store holds."""
+        return tuple(bits for bits in DRAFT_BITS if self.hindrance(Mode.SPECTER, bits) is None)
+
     def hindrance(self, mode: Mode, draft_bits: int) -> str | None:
         """Why the model cannot be run in `mode`, and what to do; None when it can."""
         try:
@@ -114,13 +127,17 @@ class Modes:
             return find_draft(self._directory, self._info, config.draft_bits)
         if config.mode is not Mode.EDGE0:
             return None
+        files = _adapter_files(self._directory, config)
+        written = _written(files)
+        if self._adapters is not None and self._adapters.written == written:
+            return self._adapters  # only the budget changes
         prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
-        file = find_adapter(self._directory, LORA) if config.lora else None
-        if file is None:
-            return Adapters(prerouter, self.routing_law(), None)
-        lora = read_lora(file)
-        check_model(file, lora.metadata, self._info)
-        return Adapters(prerouter, self.routing_law(), place_lora(self._model, lora, file))
+        lora, file = None, files[1]
+        if file is not None:
+            lora = read_lora(file)
+            check_model(file, lora.metadata, self._info)
+            lora = place_lora(self._model, lora, file)
+        return Adapters(prerouter, self.routing_law(), lora, written)
 
     def enter(self, config: EngineConfig, tier: Tier, extras: Adapters | DraftFile | None) -> None:
         """Put the configured forecaster in front of the routers, and the LoRA on or the draft ready where there is one."""

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 
-from engine import Engine
-from engine.store.draft import build_draft, find_draft
+from engine import Engine, GenerationConfig
+from engine.store.draft import build_draft, draft_bytes, find_draft
 from engine.store.layout import read_info
-from tests.streaming import REPETITION
+from tests.streaming import PROMPT, REPETITION
 
+GOOD, FAIR, BAD = 4, 3, 2  # bits of the drafts; the last one is of other experts altogether
+LONG = [*PROMPT, *range(60, 72)]  # over the sliding windows
+GREEDY = GenerationConfig(max_tokens=16, temperature=0, repetition_penalty=REPETITION)
 NEAR_TIE = 1e-2  # difference of two logits within which rounding may decide
 
 
@@ -51,3 +54,16 @@ def divergence(plain: Engine, prompt: list[int], got: list[int], wanted: list[in
     if margin < NEAR_TIE:
         return None
     return f"token {at} is {got[at]}, not {wanted[at]}; their logits differ by {margin:.4f}"
+
+
+def memory(directory, slots: int | None, bits: int = GOOD) -> int:
+    """Bytes of so many slots and a draft; None: the least that is possible and two slots more."""
+    info = read_info(directory)
+    return draft_bytes(info, bits) + (info.top_k + 2 if slots is None else slots) * info.layout.record_bytes
+
+
+def reply(engine, prompt: list[int], config: GenerationConfig = GREEDY, stop=None) -> tuple[list[int], str, str]:
+    """(tokens, text, why it ended) of a reply."""
+    chunks = list(engine.complete(prompt, config, stop))
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    return tokens, "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason

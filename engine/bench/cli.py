@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 
+from engine.bench.ablations import run_ablations
 from engine.bench.edge0 import RATIOS, run_edge0
+from engine.bench.fidelity import run_fidelity
 from engine.bench.greedy import run_greedy
 from engine.bench.measure import RESULTS_DIR, save
 from engine.bench.overhead import run_overhead
 from engine.bench.peers import run_peers
-from engine.bench.specter import MEMORIES, run_ablations, run_fidelity, run_specter
+from engine.bench.specter import MEMORIES, run_specter
 from engine.bench.stream import run_stream
 from engine.bench.synthetic import SHAPES, write_synthetic
-from engine.config import DEFAULT_MODEL, DRAFT_BITS, EXPERT_FORMATS, format_size
+from engine.config import DEFAULT_MODEL, DRAFT_BITS, EXPERT_FORMATS, format_size, parse_depth
 from engine.errors import ConfigError, PlanError
 from engine.memory.plan import available_memory
 from engine.store.draft import build_draft
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=24, help="tokens generated before each measurement")
     parser.add_argument("--memory", help="peers, edge0 (25%%), specter-ablations (45%%): expert memory, a size or a share")
     parser.add_argument("--ratio", type=float, default=4.0, help="specter-ablations: transfer : compute on demand")
+    parser.add_argument("--depth", type=parse_depth, default="auto", help="specter: draft tokens a window, or auto")
     parser.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, nargs="+", default=[4], help="specter: of the drafts")
     parser.add_argument("--work", type=Path, help="where temporary stores go (the system's temporary directory)")
     parser.add_argument("--results", type=Path, default=RESULTS_DIR)
@@ -86,7 +89,7 @@ def _specter(args: argparse.Namespace, label: str, store: Path) -> dict:
         memory = args.memory or "45%"
         return run_ablations(label, store, args.repeats, args.tokens, args.warm_up, memory, args.ratio, bits)
     memories = (args.memory,) if args.memory else MEMORIES
-    return run_specter(label, store, args.repeats, args.tokens, args.warm_up, memories, bits=bits[0])
+    return run_specter(label, store, args.repeats, args.tokens, args.warm_up, memories, bits=bits[0], depth=args.depth)
 
 
 def _stores(args: argparse.Namespace, work: Path) -> tuple[Path | None, Path]:

@@ -36,12 +36,14 @@ def prefill(
     prompt: list[int],
     stop: threading.Event,
     on_forward: Callable[[int, bool], None],
+    fresh: int = 0,
 ) -> tuple[torch.Tensor, int]:
     """Bring the cache to the whole prompt: (logits [1, V] of its last token, tokens that were reused).
 
-    on_forward(n, False) is called before each forward of n tokens. Raises Stopped between chunks once `stop` is set.
+    The last `fresh` tokens are computed even if they are known. on_forward(n, False) is called before each forward of n tokens.
+    Raises Stopped between chunks once `stop` is set.
     """
-    logits = conversation.resume(prompt)
+    logits = conversation.resume(prompt, fresh)
     reused = len(conversation.ids)
     if logits is None:
         for piece in conversation.pieces(prompt):

@@ -37,17 +37,20 @@ class Conversation:
         self._logits: torch.Tensor | None = None
         self._copies: dict[int, dict[int, object]] = {}  # position -> layer index -> copy
 
-    def resume(self, prompt: list[int]) -> torch.Tensor | None:
-        """Make the cache a prefix of `prompt`. Returns the prompt's logits [1, V] when even they are known, else
-        None."""
-        if prompt == self._prompt and self._logits is not None and self._rewind(len(prompt)):
+    def resume(self, prompt: list[int], fresh: int = 0) -> torch.Tensor | None:
+        """Make the cache a prefix of `prompt` that leaves its last `fresh` tokens to be prefilled.
+
+        Returns the prompt's logits [1, V] when even they are known and `fresh` is 0, else None.
+        """
+        if not fresh and prompt == self._prompt and self._logits is not None and self._rewind(len(prompt)):
             return self._logits
         self._prompt, self._logits = [], None  # from here on the cache leaves the last prompt
-        if 0 < len(self.ids) < len(prompt) and prompt[: len(self.ids)] == self.ids:
+        most = max(0, len(prompt) - max(1, fresh))
+        if 0 < len(self.ids) <= most and prompt[: len(self.ids)] == self.ids:
             return None
         common = next((i for i, (a, b) in enumerate(zip(self.ids, prompt, strict=False)) if a != b),
                       min(len(self.ids), len(prompt)))  # fmt: skip
-        keep = min(common, self.aligned, len(prompt) - 1) // self.chunk * self.chunk
+        keep = min(common, self.aligned, most) // self.chunk * self.chunk
         if keep == 0 or not self._rewind(keep):
             self.forget()
         return None

@@ -12,10 +12,10 @@ from engine.config import DEFAULT_MODEL, EngineConfig, Mode
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.registry import resolve
+from engine.store.adapter import adapters
 from engine.store.default_model import build_checkpoint
 from engine.store.layout import read_info
 from engine.store.progress import ProgressCallback
-from engine.store.source import adapters
 from engine.store.writer import prepare
 
 ABLATED_FORMATS = ("bf16", "int4")
@@ -29,14 +29,17 @@ class Arm:
     config: EngineConfig
 
 
-def make_arms(stores: Sequence[Path], mode: Mode | None = None, lora: bool = True) -> list[Arm]:
+def make_arms(
+    stores: Sequence[Path], mode: Mode | None = None, lora: bool = True, depth: str | int = "auto", draft_bits: int = 4
+) -> list[Arm]:
     """Every store on demand, then the last one with its prerouter, without and with the recovery LoRA.
 
-    mode: only the arms of this mode; specter mode, whose tokens are the target's, is scored only when it is asked for. lora:
-    False leaves the arm with the LoRA out.
+    mode: only the arms of this mode; specter mode, whose tokens are the target's, is scored only when it is asked for, with
+    windows of `depth` and a draft of `draft_bits`. lora: False leaves the arm with the LoRA out.
     """
     if mode is Mode.SPECTER:
-        return [Arm(f"{read_info(store).expert_format} Specter", EngineConfig(str(store), mode=mode)) for store in stores]
+        return [Arm(f"{read_info(store).expert_format} Specter",
+                    EngineConfig(str(store), mode=mode, depth=depth, draft_bits=draft_bits)) for store in stores]  # fmt: skip
     arms = [Arm(f"{read_info(store).expert_format} on demand", EngineConfig(str(store))) for store in stores]
     form, edge0 = read_info(stores[-1]).expert_format, replace(arms[-1].config, mode=Mode.EDGE0)
     arms.append(Arm(f"{form} + prerouter", replace(edge0, lora=False)))

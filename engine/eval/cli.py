@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engine.bench.measure import machine
-from engine.config import DEFAULT_MODEL, MODELS_DIR, EngineConfig, Mode
+from engine.config import DEFAULT_MODEL, DRAFT_BITS, MODELS_DIR, EngineConfig, Mode, parse_depth
 from engine.engine import Engine
 from engine.errors import ConfigError, SourceError
 from engine.eval.arms import check_arms, default_stores, make_arms
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="default, a store's name or a store's path")
     parser.add_argument("--mode", choices=[m.value for m in Mode], help="only the arms of this mode")
     parser.add_argument("--no-lora", dest="lora", action="store_false", help="leave the arm with the recovery LoRA out")
+    parser.add_argument("--depth", type=parse_depth, default="auto", help="specter: positions verified at once, less one")
+    parser.add_argument("--draft-bits", type=int, choices=DRAFT_BITS, default=4, help="specter: of the draft")
     parser.add_argument("--teacher", type=Path, metavar="GGUF",
                         help="the dense llama to compare with; default: its own, other models: themselves on demand")  # fmt: skip
     parser.add_argument("--chats", type=int, default=48, help="held-out chats")
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> dict:
         store = resolve(args.model)
         gguf = args.teacher or (unpack_teacher(MODELS_DIR / ".downloads", work) if default else None)
         stores = default_stores(work, _name_stages()) if default else [store]
-        arms = make_arms(stores, Mode(args.mode) if args.mode else None, args.lora)
+        arms = make_arms(stores, Mode(args.mode) if args.mode else None, args.lora, args.depth, args.draft_bits)
         tokenizer = check_arms(arms)
         directory, plan = args.chat_dir or work, (count, args.seed, max_new)
         if gguf is None:

@@ -22,6 +22,7 @@ class DemandForecast:
     """No forecast: as soon as a layer's routing is known its reads begin, before the block gets to its experts."""
 
     prefetch = "none"  # who is asked for what a router has not said yet: `none`, or the next layer's `gate`
+    fresh = 0  # tokens at the end of a prompt that it has to see computed, even if they are known
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier

@@ -22,7 +22,6 @@ from engine.errors import StoreError
 from engine.memory.block import empty_together
 from engine.store.adapter import read_adapter, write_adapter
 
-PATTERN = "prerouter*.safetensors"
 FILE = "prerouter_edge0.safetensors"  # what training writes
 _KEY = re.compile(r"layers\.(\d+)\.(?:mlp\.prerouter\.)?(fc1|fc2|linear_init)\.weight")
 

@@ -2,8 +2,8 @@
 
 The head of layer N runs inside the forward of token t, as soon as layer N's routing is known, and routes the next layer at
 token t + 1; the reads it asks for have almost a whole token's computation to hide behind. Prefill is never routed by heads,
-and neither is the first decoded token, before which no decode forward has fed them. Later on a consumer without a forecast is
-an error. Nothing survives from one request to the next.
+and neither is the first decoded token, unless the heads were trained to be fed by the end of the prompt. Later on a consumer
+without a forecast is an error. Nothing survives from one request to the next.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from engine.errors import ForecastError, StoreError
 from engine.forecast.gate import GateLookahead
-from engine.forecast.heads import PATTERN, Head, make_heads, read_heads
+from engine.forecast.heads import Head, make_heads, read_heads
 from engine.forecast.law import RoutingLaw
 from engine.model.router import Routing, routed_ids
 from engine.residency.tier import Tier
-from engine.store.adapter import check_model, find_adapter
+from engine.store.adapter import HEADS, check_model, find_adapter
 from engine.store.layout import StoreInfo
 
 _AGREEMENT_EVERY = 8  # tokens between two looks at what the consumers' own routers would have chosen
@@ -27,11 +27,15 @@ _AGREEMENT_EVERY = 8  # tokens between two looks at what the consumers' own rout
 
 @dataclass(frozen=True)
 class Prerouter:
-    """Heads by the index of their owner among the MoE layers, and the MoE layers that they route."""
+    """Heads by the index of their owner among the MoE layers, and the MoE layers that they route.
+
+    fed_by_prefill: the heads run at the last position of the prompt too, so that the first decoded token is forecast.
+    """
 
     heads: dict[int, Head]
     consumers: frozenset[int]
     file: Path
+    fed_by_prefill: bool = False
 
     @property
     def bytes(self) -> int:
@@ -45,7 +49,7 @@ def decoder_layer(path: str) -> int:
 
 def load_prerouter(directory: Path, info: StoreInfo, device: torch.device) -> Prerouter:
     """The heads that lie in a store. Raises StoreError when there are none or they are another model's."""
-    path = find_adapter(directory, PATTERN)
+    path = find_adapter(directory, HEADS)
     if path is None:
         raise StoreError(f"{directory} holds no prerouter heads: train them with `python -m engine train {directory}`")
     file = read_heads(path)
@@ -63,14 +67,14 @@ def load_prerouter(directory: Path, info: StoreInfo, device: torch.device) -> Pr
             raise StoreError(f"{path}: layer {owner} has no MoE layer after it: the heads are another model's")
     owners = set(file.tensors)
     consuming = {owner + 1 for owner in owners}
-    if "consumers" in file.metadata:
+    published = "consumers" not in file.metadata  # as Edge0's own heads were trained: each of its models by a rule of its own
+    if not published:
         consuming &= {int(n) for n in file.metadata["consumers"].split(",")}
     elif info.model_type.startswith("qwen3_5_moe"):
-        consuming &= (
-            owners  # as these heads were trained and published: a layer without a head of its own keeps its router
-        )
+        consuming &= owners  # a layer without a head of its own keeps its router
     heads = make_heads({layer_of[n]: parts for n, parts in file.tensors.items() if n + 1 in consuming}, device)
-    return Prerouter(heads, frozenset(layer_of[n] for n in consuming), path)
+    fed_by_prefill = published and info.model_type.startswith("bailing")
+    return Prerouter(heads, frozenset(layer_of[n] for n in consuming), path, fed_by_prefill)
 
 
 class PrerouterForecast(GateLookahead):
@@ -79,6 +83,7 @@ class PrerouterForecast(GateLookahead):
     def __init__(self, tier: Tier, prerouter: Prerouter, law: RoutingLaw) -> None:
         super().__init__(tier)
         self.prerouter, self.law = prerouter, law
+        self.fresh = 2 if prerouter.fed_by_prefill else 0  # the last position, and the experts of the one before it
         self.reset()
 
     def reset(self) -> None:
@@ -87,7 +92,7 @@ class PrerouterForecast(GateLookahead):
         self._forwards = 0  # decode forwards begun
         self._ready: dict[int, Routing] = {}  # for this token, made at the last one
         self._made: dict[int, Routing] = {}  # for the next token
-        self._ran: dict[int, torch.Tensor] = {}  # owner -> ids [k] that ran at this token
+        self._ran: dict[int, torch.Tensor] = {}  # owner -> ids [k] that ran at this token, or at the last of a prompt
         self._ran_before: dict[int, torch.Tensor] = {}
         self._agreed, self._compared = 0, 0
 
@@ -99,7 +104,8 @@ class PrerouterForecast(GateLookahead):
 
     def routing(self, layer: int) -> Routing | None:
         """What routes `layer` at this token; None for its own router. Raises ForecastError for a lost forecast."""
-        if layer not in self.prerouter.consumers or self._forwards < 2:
+        first = 1 if self.prerouter.fed_by_prefill else 2
+        if layer not in self.prerouter.consumers or self._forwards < first:
             return None
         if layer not in self._ready:
             raise ForecastError(f"MoE layer {layer} has no forecast at decode step {self._forwards}")
@@ -107,15 +113,16 @@ class PrerouterForecast(GateLookahead):
 
     def on_routed(self, layer: int, moe_input: torch.Tensor, ids: torch.Tensor) -> None:
         super().on_routed(layer, moe_input, ids)
-        if not self._forwards:
+        if not self._forwards and not self.prerouter.fed_by_prefill:
             return
         if layer in self._ready and self._forwards % _AGREEMENT_EVERY == 2:
             self._compare(layer, moe_input, ids)
         head = self.prerouter.heads.get(layer)
         if head is None:
             return
-        self._ran[layer] = ids[0]
-        logits = head.logits(moe_input.reshape(1, -1), ids[0], self._ran_before.get(layer))
+        self._ran[layer] = ids[-1]
+        before = ids[-2] if len(ids) > 1 else self._ran_before.get(layer)
+        logits = head.logits(moe_input.reshape(len(ids), -1)[-1:], ids[-1], before)
         chosen, weights = self.law.select(logits)
         self._made[layer + 1] = Routing(logits, chosen, weights)
         # The next lease is this layer's; its successor's at the next token comes a round and one step after it.

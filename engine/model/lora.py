@@ -22,7 +22,6 @@ from engine.model.skeleton import parent_of
 from engine.store.adapter import read_adapter, write_adapter
 from engine.store.mapping import module_path
 
-PATTERN = "lora*.safetensors"
 FILE = "lora_edge0.safetensors"  # what training writes
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?(?:\.weight)?")
 _ALPHA = 32.0  # of Edge0's published files, for those that do not say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -11,6 +12,18 @@ from safetensors.torch import save_file
 
 from engine.errors import StoreError
 from engine.store.layout import StoreInfo
+
+HEADS, LORA = "prerouter*.safetensors", "lora*.safetensors"  # what the files of each kind are called
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a file of this name in a checkpoint's main folder is an adapter."""
+    return not {"/", "\\"} & set(name) and any(fnmatchcase(name, pattern) for pattern in (HEADS, LORA))
+
+
+def adapters(directory: Path) -> list[Path]:
+    """The files of prerouter heads and recovery LoRAs in a checkpoint's or store's directory."""
+    return sorted(path for path in directory.glob("*.safetensors") if is_adapter(path.name))
 
 
 def find_adapter(directory: Path, pattern: str) -> Path | None:

@@ -40,12 +40,11 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from engine.config import format_size
 from engine.errors import SourceError
+from engine.store.adapter import is_adapter
 from engine.store.progress import Progress, ProgressCallback, check_cancelled
 from engine.store.source import INDEX_FILE, read_index
 
 _SMALL_FILES = re.compile(r"[^/\\]+\.(json|txt|model|jinja|tiktoken)|(LICENSE|NOTICE)[^/\\]*")
-_SHARD = re.compile(r"(?!prerouter|lora)[^/\\]+\.safetensors")
-_ADAPTER = re.compile(r"(prerouter|lora)[^/\\]*\.safetensors")  # small, and needed before the shards
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")
 _PASSING = (408, 429, 500, 502, 503, 504)  # HTTP status codes worth another attempt
 _ATTEMPTS = 5  # in a row without a single new byte
@@ -87,7 +86,7 @@ class HubSource:
             raise SourceError(f"{model_id} is being downloaded by another process; wait for it") from error
         try:
             for name in files:
-                if _SMALL_FILES.fullmatch(name) or _ADAPTER.fullmatch(name):
+                if _SMALL_FILES.fullmatch(name) or is_adapter(name):  # adapters are needed before the shards
                     self._fetch(name)
             self.shards = self._find_shards(files)
         except BaseException:
@@ -107,7 +106,7 @@ class HubSource:
     def close(self) -> None:
         """Unlock the directory, and remove it unless it holds (parts of) shards for a later run."""
         self._delete_released()
-        left = [path.suffix for path in self.config_dir.glob("*") if not _ADAPTER.fullmatch(path.name)]
+        left = [path.suffix for path in self.config_dir.glob("*") if not is_adapter(path.name)]
         if ".safetensors" not in left and ".partial" not in left:
             shutil.rmtree(self.config_dir, ignore_errors=True)
         self._lock.release()
@@ -123,11 +122,11 @@ class HubSource:
     def _find_shards(self, files: list[str]) -> list[str]:
         if INDEX_FILE in files:
             shards = sorted(set(read_index(self.config_dir / INDEX_FILE).values()))
-            wrong = next((name for name in shards if name not in files or not _SHARD.fullmatch(name)), None)
+            wrong = next((name for name in shards if name not in files or not _is_shard(name)), None)
             if wrong:
                 raise SourceError(f"{self.name} lacks {wrong}, which its index names; choose another hub id")
             return shards
-        shards = sorted(name for name in files if _SHARD.fullmatch(name))
+        shards = sorted(name for name in files if _is_shard(name))
         if not shards:
             found = next((name for name in files if name.endswith(_OTHER_WEIGHTS)), "none at all")
             raise SourceError(
@@ -273,3 +272,8 @@ def _hub_errors(model_id: str) -> Iterator[None]:
 
 def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _is_shard(name: str) -> bool:
+    """Whether a file of this name in a repository holds weights of the model itself."""
+    return re.fullmatch(r"[^/\\]+\.safetensors", name) is not None and not is_adapter(name)

@@ -14,9 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ConfigError, SourceError, StoreError, UnsupportedModelError
-from engine.forecast import heads
 from engine.model.skeleton import load_config
-from engine.store.adapter import flat_metadata
+from engine.store.adapter import HEADS, flat_metadata
 
 _QUANTISED = ("quantization", "quantization_config", "compression_config")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "top_k_experts", "experts_per_token",
@@ -64,7 +63,7 @@ def read_settings(directory: Path, top_k: int | None) -> Settings:
 def trained_top_k(directory: Path) -> int | None:
     """Experts a token that the prerouter heads in `directory` were trained for; None without heads that say so."""
     found = set()
-    for path in sorted(directory.glob(heads.PATTERN)):
+    for path in sorted(directory.glob(HEADS)):
         try:
             with safe_open(path, framework="pt") as file:
                 k = flat_metadata(path, file.metadata()).get("K")

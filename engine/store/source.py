@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.errors import SourceError
-from engine.forecast import heads
-from engine.model import lora
+from engine.store.adapter import adapters
 from engine.store.layout import INFO_FILE
 from engine.store.progress import ProgressCallback
 
@@ -65,11 +64,6 @@ class LocalSource:
 
     def close(self) -> None:
         """Nothing to do: nothing was fetched."""
-
-
-def adapters(directory: Path) -> list[Path]:
-    """The files of prerouter heads and recovery LoRAs in a checkpoint's or store's directory."""
-    return sorted(path for pattern in (heads.PATTERN, lora.PATTERN) for path in directory.glob(pattern))
 
 
 def read_index(path: Path) -> dict[str, str]:

@@ -19,13 +19,14 @@ import torch
 
 from engine.config import EXPERT_FORMATS, RESIDENT, format_size
 from engine.errors import ConfigError, StoreError
+from engine.store.adapter import adapters
 from engine.store.blueprint import Blueprint, draw
 from engine.store.layout import EXPERTS_FILE, INFO_FILE, RESIDENT_FILE, StoreInfo, read_info, write_info
 from engine.store.mapping import Unit
 from engine.store.mlx import in_packing
 from engine.store.progress import Progress, ProgressCallback, check_cancelled
 from engine.store.resident import open_sized
-from engine.store.source import Source, adapters, open_source
+from engine.store.source import Source, open_source
 
 _JOURNAL = "journal.jsonl"
 _COPIED = ("config.json", "generation_config.json", "*.jinja", "tokenizer*", "special_tokens_map.json", "vocab*",

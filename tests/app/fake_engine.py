@@ -203,6 +203,9 @@ class FakeEngine:
                 "expert_budget_bytes": self.plan.expert_budget_bytes,
                 "active_bytes_by_kind": self._kinds()}  # fmt: skip
 
+    def drafts(self) -> tuple[int, ...]:
+        return (4, 3, 2)
+
     def modes(self) -> dict[str, str | None]:
         reasons = {"edge0": self.backend.no_heads, "specter": self.backend.no_draft}
         return {mode.value: reasons.get(mode.value) or None for mode in Mode}

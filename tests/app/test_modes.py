@@ -75,6 +75,9 @@ def test_what_cannot_be_had_is_disabled_and_says_why():
     assert not buttons(html)["mode", "edge0"]["able"] and not buttons(html)["prefetch", "gate"]["able"]
     assert "tiny &lt;b&gt; has no prerouter heads" in html and "<code>python -m engine train tiny</code>" in html
     assert "no gate that can be asked early" in html
+    html = modes.chooser(Choices(dict.fromkeys(MODES), EngineConfig(mode=Mode.SPECTER), drafts=(4, 3)))
+    able = {value: button["able"] for (name, value), button in buttons(html).items() if name == "draft_bits"}
+    assert able == {"4": True, "3": True, "2": False} and "a draft of 3 and 4 bits" in html
     html = modes.chooser(Choices(dict.fromkeys(MODES), EngineConfig(mode=Mode.EDGE0), has_lora=False))
     assert buttons(html)["lora", "on"] == {"on": False, "able": False} and "came without one" in html
 

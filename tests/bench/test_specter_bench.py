@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from engine.bench.ablations import CHANGES, FIXED, ablation_rows, run_ablations
+from engine.bench.fidelity import run_fidelity
 from engine.bench.greedy import run_greedy
 from engine.bench.measure import speed_up
-from engine.bench.specter import ARMS, CHANGES, FIXED, Arm, baseline, run_ablations, run_fidelity, run_specter
+from engine.bench.specter import ARMS, Arm, baseline, run_specter
 from tests.bench.test_edge0_bench import synthetic as synthetic  # noqa: PLC0414 - a fixture
 from tests.specter import drafted_copy
 
@@ -35,8 +37,10 @@ def test_every_arm_is_measured_at_every_point(drafted):
 
 def test_every_ablation_changes_one_thing(drafted):
     result = run_ablations("small", drafted, 1, 6, 0, memory="90%", ratio=2.0, bits=(2, 3))
-    assert [p["name"] for p in result["points"]] == ["Specter", *CHANGES, *(f"depth {d}" for d in FIXED), "3-bit draft"]
+    assert [p["name"] for p in result["points"]] == ["Specter", *(f"depth {d}" for d in FIXED), "3-bit draft", *CHANGES]
     assert not any(any(p["parked"]) for p in result["points"])
+    rows = ablation_rows([Arm(**point) for point in result["points"]])
+    assert {row["of"] for row in rows if row["arm"] in CHANGES} == {"depth 8"}
     json.dumps(result, allow_nan=False)
 
 

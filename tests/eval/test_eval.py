@@ -53,6 +53,8 @@ def test_the_arms_add_one_thing_at_a_time(store):
     assert arms[3].config == replace(arms[2].config, lora=True)
     assert [arm.label for arm in make_arms(stores, Mode.EDGE0, lora=False)] == ["int8 + prerouter"]
     assert make_arms(stores, Mode.ON_DEMAND) == arms[:2]
+    asked = make_arms(stores, Mode.SPECTER, depth=3, draft_bits=2)
+    assert [(arm.config.depth, arm.config.draft_bits) for arm in asked] == [(3, 2)] * len(stores)
 
 
 def test_an_arm_that_cannot_be_run_is_found_before_the_run(own_store):

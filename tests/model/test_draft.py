@@ -12,9 +12,8 @@ from engine.model.draft import Draft, MergedExperts, RecordExperts, load_draft
 from engine.store.draft import draft_bytes, find_draft
 from engine.store.layout import StoreInfo, read_info
 from engine.store.verify import read_records
-from tests.specter import drafted_copy
+from tests.specter import drafted_copy, memory
 from tests.streaming import error_of, open_engine, reference, streamed
-from tests.test_specter import memory
 
 CPU = torch.device("cpu")
 BOUND = 0.02  # activations are rounded to bf16 before each product

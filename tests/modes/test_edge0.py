@@ -14,7 +14,7 @@ from engine.forecast.heads import HeadFile, read_heads, write_heads
 from engine.forecast.prerouter import load_prerouter
 from engine.model.lora import Lora, LoraLinear, read_lora, write_lora
 from engine.store.layout import read_info
-from tests.edge0 import edge0_logits, merge, put_heads, put_lora
+from tests.edge0 import edge0_logits, fed_logits, merge, put_heads, put_lora
 from tests.streaming import PROMPT, error_of, greedy, open_engine, reference, streamed, use_stored_experts
 
 REPLY = [17, 201, 33, 8, 150, 91, 260, 14, 77, 301]
@@ -102,6 +102,16 @@ def test_off_is_the_exact_path(edge0, own_store):
     assert engine.stats().active_bytes_by_kind["adapters"] == 0
 
 
+def test_heads_are_read_once_however_often_the_budget_changes(edge0):
+    engine, _, store = edge0(slots=8)
+    held = engine.forecast.prerouter
+    engine.configure(expert_memory="50%")
+    assert engine.forecast.prerouter is held
+    put_heads(store, seed=5)
+    engine.configure(expert_memory="75%")
+    assert engine.forecast.prerouter is not held  # others were put there meanwhile
+
+
 def test_reads_start_a_token_ahead(edge0):
     engine, _, store = edge0(slots=18)  # enough for what two tokens run
     greedy(engine, tokens=16)
@@ -176,6 +186,25 @@ def test_published_heads_of_qwen3_5_route_only_layers_that_have_a_head(own_store
     write_heads(store / "prerouter_test.safetensors", HeadFile(file.tensors, {"K": "4"}))
     prerouter = load_prerouter(store, info, device)
     assert prerouter.consumers == {1} and set(prerouter.heads) == {0}
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]], ids=["prompt", "one token"])
+@pytest.mark.parametrize("slots", [None, 6])
+@pytest.mark.parametrize("chunk", [None, len(PROMPT) - 1])
+def test_published_heads_of_bailing_are_fed_by_the_end_of_the_prompt(prompt, slots, chunk, own_store, checkpoint):
+    store = own_store("bailing_hybrid")
+    heads = HeadFile(put_heads(store).tensors, {"K": "3"})
+    write_heads(store / "prerouter_test.safetensors", heads)
+    with open_engine(store, slots, mode=Mode.EDGE0) as engine:
+        engine._conversation.chunk = chunk or engine._conversation.chunk
+        engine.force(PROMPT[::-1], REPLY)
+        got = engine.force(prompt, REPLY)
+        assert torch.equal(engine.force(prompt, REPLY), got)  # what the prompt's end forecast is not known any more
+        assert engine.stats().dropped == 0
+    assert error_of(got, fed_logits(reference(checkpoint("bailing_hybrid")), heads, prompt, REPLY)) < 1e-3
+    plain = edge0_logits(reference(checkpoint("bailing_hybrid")), HeadFile({}, {}), prompt, REPLY)
+    assert error_of(got[:1], plain[:1]) < 1e-3  # the prompt keeps its own routing
+    assert error_of(got[1:2], plain[1:2]) > 0.02  # the first decoded token does not
 
 
 def test_published_names_of_a_lora_find_their_modules(own_store):
