@@ -95,7 +95,7 @@ def _publish(kind: str, model: torch.nn.Module, bits: int) -> tuple[dict[str, to
             own = 8 if path.endswith(("mlp.gate", "shared_expert_gate")) else bits
             _put(tensors, path, value, own)
             if own != bits:
-                overrides[_published_name(kind, path)] = {"group_size": GROUP, "bits": own}
+                overrides[published_name(kind, path)] = {"group_size": GROUP, "bits": own}
         elif kind == "qwen3_5_moe" and type(module).__name__ == "Qwen3_5MoeRMSNorm":
             stored = (value + 1).bfloat16()
             value.copy_(stored.float() - 1)
@@ -106,7 +106,7 @@ def _publish(kind: str, model: torch.nn.Module, bits: int) -> tuple[dict[str, to
             tensors[name] = value.to(torch.bfloat16 if leaf == "weight" else torch.float32).clone()
     if kind == "bailing_hybrid":
         tensors = _split_convolutions(tensors)
-    tensors = {_published_name(kind, name): tensor for name, tensor in tensors.items()}
+    tensors = {published_name(kind, name): tensor for name, tensor in tensors.items()}
     if kind == "qwen3_5_moe":
         tensors["vision_tower.blocks.0.attn.qkv.weight"] = torch.randn(8, 8).bfloat16()
         tensors["language_model.mtp.fc.weight"] = torch.randn(8, 8).bfloat16()
@@ -123,7 +123,7 @@ def _plain_router(kind: str, path: str) -> bool:
     return kind in ("bailing_hybrid", "deepseek_v3") and path.endswith("mlp.gate")
 
 
-def _published_name(kind: str, name: str) -> str:
+def published_name(kind: str, name: str) -> str:
     """transformers' name -> the published one."""
     if kind == "qwen3_5_moe":
         return "language_model." + name.replace(".mlp.experts.", ".mlp.switch_mlp.")
