@@ -247,8 +247,9 @@ class Engine:
                 self._modes.forecast.reset()
                 logits, _ = self._prefill(prompt, threading.Event())
                 rows = list(logits.float().cpu())
-                for start in range(0, len(reply) - 1, width):
-                    piece = reply[:-1][start : start + width]
+                fed = reply[:-1]
+                for start in range(0, len(fed), width):
+                    piece = fed[start : start + width]
                     self._on_forward(len(piece), True)
                     rows += forward(self._model, self._conversation, piece, every=True).float().cpu()
                     self._conversation.append(piece, prefill=False)

@@ -132,12 +132,14 @@ class Modes:
         if self._adapters is not None and self._adapters.written == written:
             return self._adapters  # only the budget changes
         prerouter = load_prerouter(self._directory, self._info, next(self._model.parameters()).device)
-        lora, file = None, files[1]
-        if file is not None:
-            lora = read_lora(file)
-            check_model(file, lora.metadata, self._info)
-            lora = place_lora(self._model, lora, file)
+        _, file = files
+        lora = None if file is None else self._load_lora(file)
         return Adapters(prerouter, self.routing_law(), lora, written)
+
+    def _load_lora(self, file: Path) -> Lora:
+        lora = read_lora(file)
+        check_model(file, lora.metadata, self._info)
+        return place_lora(self._model, lora, file)
 
     def enter(self, config: EngineConfig, tier: Tier, extras: Adapters | DraftFile | None) -> None:
         """Put the configured forecaster in front of the routers, and the LoRA on or the draft ready where there is one."""

@@ -84,6 +84,7 @@ class PrerouterForecast(GateLookahead):
         super().__init__(tier)
         self.prerouter, self.law = prerouter, law
         self.fresh = 2 if prerouter.fed_by_prefill else 0  # the last position, and the experts of the one before it
+        self._first = 1 if prerouter.fed_by_prefill else 2  # decode forward that has a forecast
         self.reset()
 
     def reset(self) -> None:
@@ -104,8 +105,7 @@ class PrerouterForecast(GateLookahead):
 
     def routing(self, layer: int) -> Routing | None:
         """What routes `layer` at this token; None for its own router. Raises ForecastError for a lost forecast."""
-        first = 1 if self.prerouter.fed_by_prefill else 2
-        if layer not in self.prerouter.consumers or self._forwards < first:
+        if layer not in self.prerouter.consumers or self._forwards < self._first:
             return None
         if layer not in self._ready:
             raise ForecastError(f"MoE layer {layer} has no forecast at decode step {self._forwards}")

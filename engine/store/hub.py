@@ -45,6 +45,7 @@ from engine.store.progress import Progress, ProgressCallback, check_cancelled
 from engine.store.source import INDEX_FILE, read_index
 
 _SMALL_FILES = re.compile(r"[^/\\]+\.(json|txt|model|jinja|tiktoken)|(LICENSE|NOTICE)[^/\\]*")
+_WEIGHTS = re.compile(r"[^/\\]+\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors")
 _PASSING = (408, 429, 500, 502, 503, 504)  # HTTP status codes worth another attempt
 _ATTEMPTS = 5  # in a row without a single new byte
@@ -276,4 +277,4 @@ def _line(error: Exception) -> str:
 
 def _is_shard(name: str) -> bool:
     """Whether a file of this name in a repository holds weights of the model itself."""
-    return re.fullmatch(r"[^/\\]+\.safetensors", name) is not None and not is_adapter(name)
+    return _WEIGHTS.fullmatch(name) is not None and not is_adapter(name)

@@ -11,7 +11,7 @@ from tests.specter import BAD, FAIR, GOOD, drafted_copy, memory, spoil_draft
 from tests.streaming import open_engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def drafted(store, tmp_path_factory):
     """drafted(kind, experts) -> a store with a good, a fair and a bad draft, not to be changed."""
 
