@@ -21,7 +21,7 @@ from engine.bench.overhead import run_overhead
 from engine.bench.peers import run_peers
 from engine.bench.specter import MEMORIES, run_specter
 from engine.bench.stream import run_stream
-from engine.bench.synthetic import SHAPES, write_synthetic
+from engine.bench.synthetic import SHAPES, Shape, write_checkpoint, write_synthetic
 from engine.config import DEFAULT_MODEL, DRAFT_BITS, EXPERT_FORMATS, format_size, parse_depth
 from engine.errors import ConfigError, PlanError
 from engine.memory.plan import available_memory
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument("--model", default=DEFAULT_MODEL, choices=(DEFAULT_MODEL, *SHAPES),
                         help="the default model, or a synthetic store of a real model's shape")  # fmt: skip
+    parser.add_argument("--layers", type=int, help="only the first so many layers of a synthetic model")
     parser.add_argument("--experts", choices=EXPERT_FORMATS, default="bf16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=48, help="tokens timed in one measurement")
@@ -54,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict:
     """Run one benchmark and return what was saved."""
-    label = f"{args.model}-{args.experts}"
-    if args.benchmark in _WITH_CHECKPOINT and args.model != DEFAULT_MODEL:
-        raise ConfigError(f"{args.benchmark} compares with the checkpoint, which a synthetic store has not: choose --model "
-                          f"{DEFAULT_MODEL}")  # fmt: skip
+    shape = _shape(args)
+    label = f"{args.model}{f'-{args.layers}-layers' if args.layers else ''}-{args.experts}"
+    if args.benchmark == "specter-greedy" and shape:
+        raise ConfigError(f"specter-greedy compares texts, and random weights write none: choose --model {DEFAULT_MODEL}")
     with tempfile.TemporaryDirectory(prefix="outrider-bench-", dir=args.work) as work:
-        checkpoint, store = _stores(args, Path(work))
+        checkpoint, store = _stores(args, shape, Path(work))
         if args.benchmark == "stream":
             result = run_stream(label, store, args.repeats, args.tokens, args.warm_up)
         elif args.benchmark == "overhead":
@@ -92,28 +93,49 @@ def _specter(args: argparse.Namespace, label: str, store: Path) -> dict:
     return run_specter(label, store, args.repeats, args.tokens, args.warm_up, memories, bits=bits[0], depth=args.depth)
 
 
-def _stores(args: argparse.Namespace, work: Path) -> tuple[Path | None, Path]:
-    """(checkpoint directory or None, store) to measure."""
-    if args.model != DEFAULT_MODEL:
-        _check_disk(args, work)
-        # In a process of its own: what writing leaves in the heap would be counted as the engine's resident set.
-        with ProcessPoolExecutor(1, get_context("spawn")) as writer:
-            return None, writer.submit(write_synthetic, SHAPES[args.model], work / args.model, args.experts).result()
+def _shape(args: argparse.Namespace) -> Shape | None:
+    """Of the synthetic model; None for the default model."""
+    if args.model == DEFAULT_MODEL:
+        if args.layers:
+            raise ConfigError("--layers makes a synthetic model smaller: choose one with --model, " + ", ".join(SHAPES))
+        return None
+    shape = SHAPES[args.model]
+    if args.layers is None:
+        return shape
+    most = shape.arguments["num_hidden_layers"]
+    if not 1 <= args.layers <= most:
+        raise ConfigError(f"--layers {args.layers}: {args.model} has 1 to {most}")
+    return shape.first_layers(args.layers)
+
+
+def _stores(args: argparse.Namespace, shape: Shape | None, work: Path) -> tuple[Path | None, Path]:
+    """(checkpoint directory, None where none is compared with; store) to measure."""
     from engine.store.default_model import add_adapters, build_checkpoint
     from engine.store.writer import prepare
 
-    checkpoint = build_checkpoint(work / "checkpoint")
-    store = prepare(checkpoint, work / "store", args.experts)
-    add_adapters(store)
-    return checkpoint, store
+    compared = args.benchmark in _WITH_CHECKPOINT
+    if shape is None:
+        checkpoint = build_checkpoint(work / "checkpoint")
+        store = prepare(checkpoint, work / "store", args.experts)
+        add_adapters(store)
+        return checkpoint, store
+    _check_disk(args, shape, compared, work)
+    # In a process of its own: what writing leaves in the heap would be counted as the engine's resident set.
+    with ProcessPoolExecutor(1, get_context("spawn")) as writer:
+        if not compared:
+            return None, writer.submit(write_synthetic, shape, work / "store", args.experts).result()
+        checkpoint = writer.submit(write_checkpoint, shape, work / "checkpoint").result()
+        return checkpoint, writer.submit(prepare, checkpoint, work / "store", args.experts).result()
 
 
-def _check_disk(args: argparse.Namespace, work: Path) -> None:
-    shape = SHAPES[args.model].arguments
-    inner = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
-    weights = 3 * shape["hidden_size"] * inner * shape["num_experts"] * shape["num_hidden_layers"]
+def _check_disk(args: argparse.Namespace, shape: Shape, compared: bool, work: Path) -> None:
+    made = shape.arguments
+    inner = made.get("moe_intermediate_size", made.get("intermediate_size"))
+    weights = 3 * made["hidden_size"] * inner * made["num_experts"] * made["num_hidden_layers"]
     needed = int(weights * _BYTES_PER_WEIGHT[args.experts]) + 2 * 2**30
+    if compared:  # the checkpoint, and what the peer puts aside
+        needed += int(2 * weights * _BYTES_PER_WEIGHT["bf16"])
     free = shutil.disk_usage(work).free
     if free < needed:
-        raise PlanError(f"{work} has {format_size(free)} free and the synthetic store needs {format_size(needed)}: "
+        raise PlanError(f"{work} has {format_size(free)} free and the synthetic model needs {format_size(needed)}: "
                         "choose another place with --work")  # fmt: skip

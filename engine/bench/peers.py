@@ -49,7 +49,10 @@ psutil.Process().memory_info().rss}))
 
 
 def run_peers(name: str, checkpoint: Path, store: Path, share: str, repeats: int, tokens: int) -> dict:
-    """Alternate both under the same limit: interpreter + resident weights + `share` of the experts + slack."""
+    """Alternate both under the same limit: interpreter + resident weights + `share` of the experts + slack.
+
+    The peer brings a layer's experts in whole to compute it, so it keeps one layer less than its share in memory.
+    """
     if not os.access(_CGROUP, os.W_OK):
         raise ConfigError(
             f"{_CGROUP} is not writable: peers are compared under a cgroup v1 memory limit, which needs root on Linux"
@@ -62,7 +65,7 @@ def run_peers(name: str, checkpoint: Path, store: Path, share: str, repeats: int
     with _limited(limit) as group, tempfile.TemporaryDirectory(dir=store.parent) as offload:
         for _ in range(repeats):
             ours.append(_run(group, _ENGINE, [str(store), share, str(tokens)]))
-            memory = str(info.resident_bytes + experts)
+            memory = str(info.resident_bytes + max(0, experts - info.expert_bytes_total // len(info.layers)))
             theirs.append(_run(group, _ACCELERATE, [str(checkpoint), memory, str(max(2, tokens // 8)), offload]))
     seconds = [r["seconds"] for r in ours], [r["seconds"] for r in theirs]
     ratio = Spread.of([t / o for o, t in zip(*seconds, strict=True)])

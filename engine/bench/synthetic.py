@@ -1,8 +1,8 @@
-"""A synthetic store has a real model's shapes and random weights: speed is measured on it, never text."""
+"""A synthetic store or checkpoint has a real model's shapes and random weights: speed is measured on it, never text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,10 @@ class Shape:
     arguments: dict
     resident: str = "native"
 
+    def first_layers(self, count: int) -> Shape:
+        """The same with only the first `count` layers."""
+        return replace(self, arguments={**self.arguments, "num_hidden_layers": count})
+
 
 SHAPES = {
     # allenai/OLMoE-1B-7B: 16 layers, 64 experts, top-8, hidden 2048, expert width 1024
@@ -52,9 +56,7 @@ def write_synthetic(shape: Shape, directory: Path, experts: str) -> Path:
 
     Records are cut from one random block at shifting offsets: as incompressible as random ones, much faster to make.
     """
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[shape.model_type](**shape.arguments, dtype="bfloat16")
+    config = _config(shape)
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     _write_tokenizer(directory, config.vocab_size)
@@ -90,6 +92,26 @@ def write_synthetic(shape: Shape, directory: Path, experts: str) -> Path:
         resident_format=shape.resident, resident_packing=packing if coded else "plain",
     ))  # fmt: skip
     return directory
+
+
+def write_checkpoint(shape: Shape, directory: Path) -> Path:
+    """Write a checkpoint of this shape with random weights as transformers itself writes one; its directory. The whole model
+    is in memory meanwhile."""
+    config = _config(shape)
+    model = build_skeleton(config, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    made = {key: _random(tensor, key, generator) for key, tensor in model.state_dict().items()}
+    model.load_state_dict(made, assign=True)
+    model.tie_weights()
+    model.save_pretrained(directory)
+    _write_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def _config(shape: Shape):
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[shape.model_type](**shape.arguments, dtype="bfloat16")
 
 
 def _write_tokenizer(directory: Path, vocabulary: int) -> None:

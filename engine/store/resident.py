@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import SourceError, StoreError
 from engine.kernels.formats import MatrixFormat
+from engine.memory.block import empty_together
 from engine.store.layout import RESIDENT_FILE
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
           torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL", torch.float64: "F64"}  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_LARGE = 2**20  # bytes
 
 
 class ResidentFile:
@@ -90,9 +92,18 @@ def read_resident(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             for name, entry in header.items():
-                tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+                tensor = _room(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
                 file.seek(8 + length + entry["data_offsets"][0])
                 file.readinto(tensor.flatten().view(torch.uint8).numpy())
                 yield name, tensor
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise StoreError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the model again") from error
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor; a large one has a mapping of its own. In the heap, what computing needs for a moment would
+    come to lie between such tensors, and each hole that it leaves would stay in the process's resident set."""
+    if torch.Size(shape).numel() * dtype.itemsize < _LARGE:
+        return torch.empty(shape, dtype=dtype)
+    (tensor,) = empty_together([(shape, dtype)], torch.device("cpu"))
+    return tensor

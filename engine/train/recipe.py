@@ -24,7 +24,7 @@ from engine.train.descent import DescentSettings
 from engine.train.distil import DistilSettings, distil
 from engine.train.prompts import make_prompts
 from engine.train.refine import refine
-from engine.train.score import score
+from engine.train.score import Score, compare
 from engine.train.split import LayerSplit, SplitShape, mlp_inputs, split_model
 from engine.train.student import Student
 from engine.train.teacher import load_teacher, load_tokenizer, sha256
@@ -43,8 +43,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The chats come in shards of `shard`; every `hold_out`-th chat is for scoring only, and at most `scored` of those
-    are used. `shape` is the first stage's: coarse groups are learned quickly, finer ones lose less in the end."""
+    """The chats come in shards of `shard`, half of them greedy and half sampled; one more shard than the stages train on is
+    for scoring alone. `shape` is the first stage's: coarse groups are learned quickly, finer ones lose less in the end."""
 
     shape: SplitShape = SplitShape(shared=896, experts=10, size=64, active=5)
     rank: int = 32
@@ -54,20 +54,19 @@ class Recipe:
     top_k: int = 64
     slots: int = 80
     split_chats: int = 60
-    hold_out: int = 16
-    scored: int = 64
     save_asset_every: int = 20
     seed: int = 0
     distil: DistilSettings = DistilSettings()
 
     @property
     def shards(self) -> int:
+        """That are trained on."""
         return max(stage.shards for stage in self.stages)
 
 
 # Small enough to see in a minute that every part works; the result is no better than an untrained split.
 QUICK = Recipe(
-    rank=4, stages=(Stage(1), Stage(1, parts=2)), shard=8, max_new=12, slots=8, split_chats=6, hold_out=4, scored=2,
+    rank=4, stages=(Stage(1), Stage(1, parts=2)), shard=8, max_new=12, slots=8, split_chats=6,
     distil=DistilSettings(descent=DescentSettings(batch_tokens=256, save_every=2)),
 )  # fmt: skip
 
@@ -83,9 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def gather_chats(
     teacher: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, directory: Path, say: Say
 ) -> list[Chat]:
-    """The chats of all shards, those on disk as they are, the others generated, one thread a shard."""
+    """The chats of all shards and of one more for scoring: those on disk as they are, the others made, one thread a shard."""
     directory.mkdir(parents=True, exist_ok=True)
-    prompts = make_prompts(recipe.shards * recipe.shard, recipe.seed)
+    shards = recipe.shards + 1
+    prompts = make_prompts(shards * recipe.shard, recipe.seed)
 
     def shard(index: int) -> list[Chat]:
         path = directory / f"{index:03d}.safetensors"
@@ -96,11 +96,11 @@ def gather_chats(
                 seed=recipe.seed + index,
             )  # fmt: skip
             save_chats(path, chats)
-            say(f"chats {index + 1}/{recipe.shards}")
+            say(f"chats {index + 1}/{shards}")
         return load_chats(path)
 
     with ThreadPoolExecutor(recipe.distil.descent.workers) as pool:
-        return [chat for chats in pool.map(shard, range(recipe.shards)) for chat in chats]
+        return [chat for chats in pool.map(shard, range(shards)) for chat in chats]
 
 
 def make_splits(teacher: LlamaForCausalLM, training: list[Chat], recipe: Recipe, path: Path) -> list[LayerSplit]:
@@ -112,9 +112,12 @@ def make_splits(teacher: LlamaForCausalLM, training: list[Chat], recipe: Recipe,
 
 
 def score_built(teacher: LlamaForCausalLM, directory: Path, held_out: list[Chat]) -> dict:
-    """Figures of the built bfloat16 checkpoint, loaded by plain transformers, against the dense teacher."""
+    """Figures of the built bfloat16 checkpoint, loaded by plain transformers, against the dense teacher: over all chats, and
+    over the greedy and the sampled ones, which take turns."""
     built = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    return asdict(score(lambda ids: teacher(ids).logits, lambda ids: built(ids).logits, held_out))
+    compared = compare(lambda ids: teacher(ids).logits, lambda ids: built(ids).logits, held_out)
+    kinds = {"greedy": compared[::2], "sampled": compared[1::2]}
+    return asdict(Score.of(compared)) | {kind: asdict(Score.of(some)) for kind, some in kinds.items()}
 
 
 def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -> dict:
@@ -125,8 +128,8 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
     work.mkdir(parents=True, exist_ok=True)
     teacher, tokenizer = load_teacher(gguf), load_tokenizer(gguf)
     chats = gather_chats(teacher, tokenizer, recipe, work / "chats", say)
-    held_out = chats[:: recipe.hold_out][: recipe.scored]
-    training = [chat for i, chat in enumerate(chats) if i % recipe.hold_out]
+    trained_on = recipe.shards * recipe.shard
+    training, held_out = chats[:trained_on], chats[trained_on:]
     metadata = {
         "source": SOURCE,
         "source_sha256": sha256(gguf),
@@ -148,8 +151,7 @@ def train_default(gguf: Path, out: Path, work: Path, recipe: Recipe, say: Say) -
     for number, stage in enumerate(recipe.stages):
         if stage.parts > 1:
             student = refine(student, teacher, training[: recipe.split_chats], stage.parts, recipe.seed)
-        part = [chat for i, chat in enumerate(chats[: stage.shards * recipe.shard]) if i % recipe.hold_out]
-        distil(student, part, recipe.distil, work / f"distil-{number}.pt", report)
+        distil(student, training[: stage.shards * recipe.shard], recipe.distil, work / f"distil-{number}.pt", report)
     save_asset(out, student.shape, student_tensors(student), metadata)
     say("building and scoring")
     build_default_model(gguf, out, work / "model")

@@ -20,7 +20,7 @@ from engine.train.prompts import Prompt, make_prompts
 from engine.train.refine import refine
 from engine.train.repair import repair_down
 from engine.train.router import fit_router, ridge_router, routed_error, routing_weights
-from engine.train.score import score
+from engine.train.score import Comparison, Score, compare
 from engine.train.split import SplitShape, mlp_inputs, split_model
 from engine.train.student import Student
 
@@ -201,7 +201,7 @@ def test_distillation_lowers_the_loss_and_resumes_identically(teacher, splits, c
         return Student(teacher, splits, SHAPE, RANK, seed=0)
 
     whole, first, second = fresh(), fresh(), fresh()
-    before = score(lambda ids: teacher(ids).logits, fresh_logits(fresh()), chats)
+    before = Score.of(compare(lambda ids: teacher(ids).logits, fresh_logits(fresh()), chats))
     report = {name: (lambda step, kept=kept: kept.append(step["kl"])) for name, kept in losses.items()}
     repeated = chats * 4
     distil(whole, repeated, settings, tmp_path / "whole.pt", report["whole"])
@@ -210,7 +210,7 @@ def test_distillation_lowers_the_loss_and_resumes_identically(teacher, splits, c
     assert losses["whole"] == losses["parts"]
     for name, tensor in whole.trained().items():
         assert torch.equal(tensor, second.trained()[name])
-    after = score(lambda ids: teacher(ids).logits, whole.logits, chats)
+    after = Score.of(compare(lambda ids: teacher(ids).logits, whole.logits, chats))
     assert after.kl < before.kl
     with pytest.raises(ValueError, match="another run"):
         distil(fresh(), chats, settings, tmp_path / "parts.pt")
@@ -234,10 +234,20 @@ def test_refining_changes_nothing_at_first(student, teacher, chats):
 
 
 def test_a_model_agrees_with_itself(teacher, chats):
-    same = score(lambda ids: teacher(ids).logits, lambda ids: teacher(ids).logits, chats)
-    assert same.kl == pytest.approx(0, abs=1e-6)
+    same = Score.of(compare(lambda ids: teacher(ids).logits, lambda ids: teacher(ids).logits, chats))
+    assert same.kl == same.kl_error == pytest.approx(0, abs=1e-6)
     assert same.top1 == 1
     assert same.tokens == sum(len(chat.targets) for chat in chats)
+
+
+def test_the_error_of_a_score_is_that_of_chats_not_of_tokens():
+    def chat_of(*divergence: float) -> Comparison:
+        return Comparison(*[torch.tensor(divergence)] * 4)
+
+    # Equally long chats: the standard error of their means, 0.1 and 0.5 around 0.3, by hand 0.2 * sqrt(2) / 2.
+    assert Score.of([chat_of(0.1, 0.1), chat_of(0.5, 0.5)]).kl_error == pytest.approx(0.2 * 2**0.5 / 2, rel=1e-5)
+    # As many tokens that scatter as much within chats say nothing of how chats differ.
+    assert Score.of([chat_of(0.1, 0.5), chat_of(0.5, 0.1)]).kl_error == pytest.approx(0, abs=1e-6)
 
 
 class ByteTokenizer:
