@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -97,17 +99,20 @@ def speed_up(over: list[float], seconds: list[float]) -> list[float]:
     return [slow / fast for slow, fast in zip(over, seconds, strict=True)]
 
 
-def raw_bandwidth(path: Path, record_bytes: int, threads: int, seconds: float = 1.5) -> float:
-    """Bytes a second of direct reads of random records of `path` by `threads` threads."""
+@contextmanager
+def reading(path: Path, record_bytes: int, threads: int) -> Iterator[Callable[[], float]]:
+    """Meanwhile `threads` threads read random records of `path` directly, one after the other. Yields the function that says at
+    how many bytes a second they have done so."""
     count = path.stat().st_size // record_bytes
     arena = SlotArena(threads, record_bytes, torch.device("cpu"))
     reader = RecordReader(path, record_bytes)
     done = [0] * threads
+    ended = threading.Event()
     began = time.perf_counter()
 
     def work(index: int) -> None:
         at = index * 7919 + 1
-        while time.perf_counter() - began < seconds:
+        while not ended.is_set():
             at = (at * 1103515245 + 12345) % (2**31)
             reader.read_into(at % count, arena.memory(index))
             done[index] += record_bytes
@@ -115,12 +120,21 @@ def raw_bandwidth(path: Path, record_bytes: int, threads: int, seconds: float = 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for worker in workers:
         worker.start()
-    for worker in workers:
-        worker.join()
-    elapsed = time.perf_counter() - began
-    reader.close()
-    arena.close()
-    return sum(done) / elapsed
+    try:
+        yield lambda: sum(done) / (time.perf_counter() - began)
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+        reader.close()
+        arena.close()
+
+
+def raw_bandwidth(path: Path, record_bytes: int, threads: int, seconds: float = 1.5) -> float:
+    """Bytes a second of direct reads of random records of `path` by `threads` threads."""
+    with reading(path, record_bytes, threads) as rate:
+        time.sleep(seconds)
+        return rate()
 
 
 def interpreter_rss() -> int:
