@@ -25,10 +25,12 @@ from engine.errors import BusyError, ConfigError, PlanError
 from engine.forecast.draft import DraftRoutes
 from engine.forecast.gate import DemandForecast
 from engine.forecast.law import RoutingLaw
+from engine.kernels.formats import cpu_has_bf16
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
 from engine.model.draft import begin_drafting, end_drafting
+from engine.model.linear import emulate_linears
 from engine.model.loader import load_model
 from engine.model.resident import quantise_linears
 from engine.model.router import Routing
@@ -101,6 +103,8 @@ class Engine:
         self._model, self._experts = load_model(self._path, self.info, self._device)
         if config.resident == "int4":
             quantise_linears(self._model)
+        if self._device.type == "cpu" and not cpu_has_bf16():
+            emulate_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
         self._modes = Modes(self._path, self.info, self._model, self._experts)
         self._conversation = Conversation(self._model.config, prefill_chunk(self.info))

@@ -94,7 +94,8 @@ def force_dense(model: nn.Module) -> Force:
 
     def run(ids: list[int], rows: int) -> Tensor:
         past = {cache_argument(model): cache}
-        return model(input_ids=torch.tensor([ids]), use_cache=True, logits_to_keep=rows, **past).logits[0].float()
+        kept = torch.arange(len(ids) - rows, len(ids))  # not a number: see engine/decode/plain.py
+        return model(input_ids=torch.tensor([ids]), use_cache=True, logits_to_keep=kept, **past).logits[0].float()
 
     return force
 

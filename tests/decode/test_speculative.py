@@ -131,7 +131,7 @@ class Bigrams(nn.Module):
     def forward(self, input_ids, use_cache, logits_to_keep, past_key_values):
         past_key_values += input_ids[0].tolist()
         self.forwards.append((self.drafting, input_ids.shape[1]))
-        self.logits = (self.draft if self.drafting else self.target)[input_ids[:, -logits_to_keep:]]
+        self.logits = (self.draft if self.drafting else self.target)[input_ids[:, logits_to_keep]]
         return self
 
     def begin(self, early: bool) -> None:
