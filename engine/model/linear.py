@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.kernels.formats import VECTOR_WEIGHTS
+from engine.model.resident import is_router
 from engine.model.skeleton import parent_of
 
-_LEAST = 2**17  # weights below this are not worth it, and what decides between experts is among them
+_LEAST = 2**17  # weights below this are not worth it
 _FP32_ROWS = 64  # measured at 576 x 576 to 2048 x 2048: even at 32 rows, 2 to 3 times as fast at 128
 _BLOCK = 2**22  # most weights that are in fp32 at a time
 
@@ -45,8 +46,8 @@ class EmulatedLinear(nn.Linear):
 
 
 def emulate_linears(model: nn.Module) -> None:
-    """Put an `EmulatedLinear` in the place of every plain bf16 linear that is large enough."""
-    plain = [path for path, module in model.named_modules() if type(module) is nn.Linear
+    """Put an `EmulatedLinear` in the place of every plain bf16 linear that is large enough and no router."""
+    plain = [path for path, module in model.named_modules() if type(module) is nn.Linear and not is_router(path)
              and module.weight.dtype == torch.bfloat16 and module.weight.numel() >= _LEAST]  # fmt: skip
     for path in plain:
         parent, name = parent_of(model, path)

@@ -13,7 +13,7 @@ from engine.kernels.formats import MatrixFormat
 from engine.model.skeleton import parent_of
 
 _LEAST = 2**16  # weights below this are not worth it: gates, low-rank pieces
-_ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")  # what decides between experts is not rounded
+_ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.|$)")
 
 
 class Int4Matrix(nn.Module):
@@ -61,6 +61,11 @@ class Int4Embedding(Int4Matrix):
         return rows.to(self.dtype).view(*ids.shape, self.in_features)
 
 
+def is_router(path: str) -> bool:
+    """Whether the module at `path` decides between experts."""
+    return _ROUTER.search(path) is not None
+
+
 def tied_modules(model: nn.Module) -> dict[str, str]:
     """Path of each module whose weight is another one's -> path of that one."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -71,12 +76,12 @@ def quantisable(model: nn.Module, least: int = _LEAST) -> dict[str, nn.Module]:
     """Module path -> module of every linear with at least `least` weights that int4 can hold, and the token embedding.
 
     A large linear must have the shape of a packed kernel, for unpacking it at every step would be slow. Linears tied to
-    the embedding come with it, not by themselves; it stays as it is where they cannot share its codes.
+    the embedding come with it, not by themselves; it stays as it is where they cannot share its codes. Routers stay too.
     """
     tied, found = tied_modules(model), {}
     embedding = model.get_input_embeddings()
     for path, module in model.named_modules():
-        if path in tied or _ROUTER.search(path) or not isinstance(module, (nn.Linear, nn.Embedding)):
+        if path in tied or is_router(path) or not isinstance(module, (nn.Linear, nn.Embedding)):
             continue
         rows, columns = module.weight.shape
         fast = rows % 16 == 0 or rows * columns < _LEAST

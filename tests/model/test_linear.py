@@ -25,9 +25,10 @@ def test_rows_are_those_of_the_linear_in_fp32(shape, bias, wide, narrow, monkeyp
     assert_close(out.double(), exact, rtol=2**-8, atol=2**-10)  # half a step of bf16, and what fp32 sums differ by
 
 
-def test_only_large_bf16_linears_are_replaced_and_keep_their_parameters():
+def test_only_large_bf16_linears_that_are_no_routers_are_replaced_and_they_keep_their_parameters():
     large, small = nn.Linear(512, 512, dtype=torch.bfloat16), nn.Linear(64, 64, dtype=torch.bfloat16)
-    model = nn.ModuleDict({"large": large, "small": small, "exact": nn.Linear(512, 512)})
+    gate = nn.Linear(512, 512, dtype=torch.bfloat16)
+    model = nn.ModuleDict({"large": large, "small": small, "exact": nn.Linear(512, 512), "gate": gate})
     emulate_linears(model)
-    assert [type(module) for module in model.values()] == [EmulatedLinear, nn.Linear, nn.Linear]
+    assert [type(module) for module in model.values()] == [EmulatedLinear, nn.Linear, nn.Linear, nn.Linear]
     assert model["large"].weight is large.weight and model["large"].bias is large.bias
