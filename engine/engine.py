@@ -25,7 +25,7 @@ from engine.errors import BusyError, ConfigError, PlanError
 from engine.forecast.draft import DraftRoutes
 from engine.forecast.gate import DemandForecast
 from engine.forecast.law import RoutingLaw
-from engine.kernels.formats import cpu_has_bf16
+from engine.kernels.formats import emulates_bf16
 from engine.kernels.int4 import native_packing
 from engine.memory.ledger import Ledger
 from engine.memory.plan import Plan, available_memory, make_plan, prefill_chunk, resolve_device, scratch_bytes
@@ -103,7 +103,7 @@ class Engine:
         self._model, self._experts = load_model(self._path, self.info, self._device)
         if config.resident == "int4":
             quantise_linears(self._model)
-        if self._device.type == "cpu" and not cpu_has_bf16():
+        if emulates_bf16(self._device):
             emulate_linears(self._model)
         self._ledger.set("resident", sum(t.numel() * t.element_size() for t in _distinct_tensors(self._model)))
         self._modes = Modes(self._path, self.info, self._model, self._experts)

@@ -7,7 +7,7 @@ can do of both at once, with nothing ever waited for, is measured too: everythin
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,12 +25,12 @@ class Arm:
 
     budget: str
     prefetch: str
-    seconds: list[float]
-    closeness: list[float]
-    to_both: list[float]
-    hit_rate: list[float]
-    hidden_io: list[float]
-    bytes_per_token: list[float]
+    seconds: list[float] = field(default_factory=list)
+    closeness: list[float] = field(default_factory=list)
+    to_both: list[float] = field(default_factory=list)
+    hit_rate: list[float] = field(default_factory=list)
+    hidden_io: list[float] = field(default_factory=list)
+    bytes_per_token: list[float] = field(default_factory=list)
     late: int = 0
     dropped: int = 0
     peak_active_bytes: int = 0
@@ -58,17 +58,17 @@ class Both:
 def run_stream(name: str, store: Path, repeats: int, tokens: int, warm_up: int) -> dict:
     """Measure `store`. Arms are alternated within each repeat, beside the all-resident time and the raw bandwidth."""
     base = interpreter_rss()
-    arms = [Arm(b, p, [], [], [], [], [], []) for b in BUDGETS for p in ("none", "gate")]
+    arms = [Arm(b, p) for b in BUDGETS for p in ("none", "gate")]
     resident: list[Both] = []
     bandwidths: list[float] = []
     config = EngineConfig(model=str(store), expert_memory="100%", context=1024, prefetch="none")
     with Engine(config) as engine:
         prompt = list(range(100, 132))
+        records = store / engine.info.experts_file, engine.plan.record_bytes, config.read_threads
         full_rss = 0
         for _ in range(repeats):
             engine.configure(expert_memory="100%", prefetch="none")
             engine.settle()
-            records = store / engine.info.experts_file, engine.plan.record_bytes, config.read_threads
             compute = generate(engine, prompt, tokens, warm_up).seconds
             with reading(*records) as rate:
                 beside = generate(engine, prompt, tokens, warm_up).seconds

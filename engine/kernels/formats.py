@@ -96,7 +96,7 @@ class MatrixFormat:
     def matmul(self, device: torch.device) -> Callable[..., torch.Tensor]:
         """The function (x [n, K], *encoded tensors in the order of `tensors()`) -> x W^T [n, N], in x.dtype."""
         if self.kind == "bf16":
-            return _bf16_emulated if device.type == "cpu" and not cpu_has_bf16() else _bf16
+            return _bf16_emulated if emulates_bf16(device) else _bf16
         if self.kind == "int8":
             # torch's kernel reads rows 16 weights at a time, past the end where they are of another length
             return _int8_packed if device.type == "cpu" and self.shape[1] % 16 == 0 else _int8
@@ -111,12 +111,12 @@ class MatrixFormat:
         """
         if self.kind != "bf16":
             return None
-        return _bf16_batched_emulated if device.type == "cpu" and not cpu_has_bf16() else _bf16_batched
+        return _bf16_batched_emulated if emulates_bf16(device) else _bf16_batched
 
 
-def cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 numbers by itself."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether `device` is a processor that cannot multiply bf16 numbers by itself."""
+    return device.type == "cpu" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
